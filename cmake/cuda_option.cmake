@@ -1,0 +1,16 @@
+# VLLM_LITE_CUDA=AUTO|ON|OFF -> VLLM_LITE_WITH_CUDA. ON without nvcc is an error, never a silent OFF.
+if(NOT VLLM_LITE_CUDA MATCHES "^(AUTO|ON|OFF)$")
+  message(FATAL_ERROR "VLLM_LITE_CUDA=${VLLM_LITE_CUDA}: must be AUTO, ON or OFF")
+endif()
+
+set(VLLM_LITE_WITH_CUDA OFF)
+if(NOT VLLM_LITE_CUDA STREQUAL "OFF")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(VLLM_LITE_WITH_CUDA ON)
+  elseif(VLLM_LITE_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "VLLM_LITE_CUDA=ON, but no CUDA compiler (nvcc) was found")
+  endif()
+endif()
+message(STATUS "CUDA kernels: ${VLLM_LITE_WITH_CUDA}")

@@ -1,0 +1,18 @@
+# Kernels named *_isa.cpp are compiled once per instruction set; see csrc/core/isa.h.
+set(VL_ISA_FLAGS_portable "")
+set(VL_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c)
+set(VL_ISA_FLAGS_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c)
+
+# vl_add_isa_sources(<target> <source>...): adds the objects of every instruction set to the target.
+function(vl_add_isa_sources target)
+  foreach(isa portable avx2 avx512)
+    set(objects ${target}_${isa})
+    add_library(${objects} OBJECT ${ARGN})
+    target_compile_definitions(${objects} PRIVATE VL_ISA=${isa} VL_ISA_${isa}=1)
+    # -fno-math-errno -fno-trapping-math let loops vectorise; neither changes a result.
+    target_compile_options(${objects} PRIVATE -O3 -fno-math-errno -fno-trapping-math
+                                              ${VL_ISA_FLAGS_${isa}})
+    target_include_directories(${objects} PRIVATE ${PROJECT_SOURCE_DIR}/csrc)
+    target_sources(${target} PRIVATE $<TARGET_OBJECTS:${objects}>)
+  endforeach()
+endfunction()

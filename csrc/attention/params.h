@@ -1,0 +1,49 @@
+// Paged attention: what the kernel reads and writes. One contract for CPU and CUDA.
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/isa.h"
+
+namespace vllm_lite {
+
+// Attention of any mix of prefills, chunks and decodes over a paged KV cache, causal. Query token t of
+// sequence s (t = 0 .. query_start[s+1]-query_start[s]-1) stands at position
+// seq_lens[s] - num_query_tokens(s) + t and sees the positions up to and including its own (the last
+// `sliding_window` of them, if that is not 0). The KV of the step's own tokens is already stored.
+//
+// Contract "row": the result of a query token depends on its own query and the KV it sees alone, bit
+// for bit: not on the other sequences, on how its prompt was cut into chunks, or on the thread count.
+//
+// score = scale * q·k (+ alibi_slopes[head] * (key position - query position));
+// soft_cap > 0: score = soft_cap * tanh(score / soft_cap), before the mask.
+// All sums in float32.
+struct PagedAttentionParams {
+  void* out;                    // [num_tokens, num_heads, head_size]
+  const void* query;            // [num_tokens, num_heads, head_size]
+  const void* kv_cache;         // [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size]
+  const int32_t* block_tables;  // [max_rows, block_table_stride]
+  const int32_t* rows;          // [num_seqs], row of block_tables
+  const int32_t* query_start;   // [num_seqs + 1], cumulative query tokens
+  const int32_t* seq_lens;      // [num_seqs], tokens with KV, this step's included
+  const float* alibi_slopes;    // [num_heads] or nullptr
+  int64_t out_token_stride;     // elements
+  int64_t query_token_stride;
+  int64_t block_table_stride;
+  int32_t num_seqs;
+  int32_t num_heads;
+  int32_t num_kv_heads;
+  int32_t head_size;  // 64, 80, 96, 128 or 256
+  int32_t block_size;
+  float scale;
+  int32_t sliding_window;  // 0: none
+  float soft_cap;          // 0: none
+  DType dtype;             // of out, query and kv_cache
+  int64_t stream;          // CUDA stream; 0 on CPU
+};
+
+VL_DECLARE_ISA_KERNEL(paged_attention, PagedAttentionParams)
+void paged_attention_cpu(const PagedAttentionParams& params);
+
+}  // namespace vllm_lite

@@ -1,0 +1,45 @@
+// Run-time choice of the CPU instruction set.
+//
+// A kernel source named *_isa.cpp is compiled once per instruction set (cmake/isa.cmake) with
+// VL_ISA set to `portable`, `avx2` or `avx512`, and puts its entry points into
+// namespace vllm_lite::VL_ISA. It must define nothing with vague linkage (no std:: templates or
+// inline functions that the compiler could emit out of line): the linker may keep the AVX-512 copy
+// for everybody. A test looks for weak symbols in those objects.
+#pragma once
+
+#include <cstdint>
+
+namespace vllm_lite {
+
+enum class Isa : int32_t { kPortable, kAvx2, kAvx512 };
+
+// The best set this processor and operating system support.
+Isa best_isa();
+// The set in use: best_isa(), or what VLLM_LITE_CPU_ISA=portable|avx2|avx512 asks for.
+// Throws Error if that name is unknown or the processor lacks it.
+Isa current_isa();
+// For tests and benchmarks. Throws Error if the processor lacks it.
+void set_isa(Isa isa);
+const char* isa_name(Isa isa);
+
+}  // namespace vllm_lite
+
+// Declares void name(const Params&) in each instruction set's namespace, and
+// void name##_cpu(const Params&), defined by VL_DEFINE_ISA_DISPATCH, that calls the current one's.
+#define VL_DECLARE_ISA_KERNEL(name, Params) \
+  namespace portable {                      \
+  void name(const Params& params);          \
+  }                                         \
+  namespace avx2 {                          \
+  void name(const Params& params);          \
+  }                                         \
+  namespace avx512 {                        \
+  void name(const Params& params);          \
+  }
+
+#define VL_DISPATCH_ISA(name, params)                    \
+  switch (current_isa()) {                               \
+    case Isa::kPortable: return portable::name(params);  \
+    case Isa::kAvx2: return avx2::name(params);          \
+    case Isa::kAvx512: return avx512::name(params);      \
+  }

@@ -1,0 +1,134 @@
+// The small ops of a transformer layer, one POD params struct and one function each.
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/isa.h"
+
+namespace vllm_lite {
+
+// out = x / sqrt(mean(x^2) + epsilon) * weight over the last dimension, statistics in float32.
+// With a residual: residual += input first (rounded to dtype), and x is the new residual.
+// Rows are (outer, inner) so that q and k heads inside a fused qkv row can be normalised in place:
+// row (i, j) of a tensor begins at i * outer_stride + j * inner_stride.
+struct RmsNormParams {
+  void* out;
+  const void* input;
+  void* residual;      // or nullptr
+  const void* weight;  // [size]
+  int64_t out_outer_stride, out_inner_stride;  // elements
+  int64_t input_outer_stride, input_inner_stride;
+  int64_t residual_outer_stride, residual_inner_stride;
+  int64_t num_outer, num_inner;
+  int32_t size;
+  float epsilon;
+  DType dtype;
+  int64_t stream;
+};
+VL_DECLARE_ISA_KERNEL(rms_norm, RmsNormParams)
+void rms_norm_cpu(const RmsNormParams& params);
+
+// Rotary embedding in place on the first rotary_size elements of each head, halves rotated together
+// (x[i], x[i + rotary_size/2]); rotation in float32.
+struct RopeParams {
+  void* query;               // [num_tokens, num_heads, head_size]
+  void* key;                 // [num_tokens, num_kv_heads, head_size]
+  const int32_t* positions;  // [num_tokens], below max_position
+  const float* cos_sin;      // [max_position, rotary_size]: cosines, then sines
+  int64_t query_token_stride, key_token_stride;  // elements
+  int64_t max_position;
+  int32_t num_tokens;
+  int32_t num_heads;
+  int32_t num_kv_heads;
+  int32_t head_size;
+  int32_t rotary_size;
+  DType dtype;
+  int64_t stream;
+};
+VL_DECLARE_ISA_KERNEL(rope, RopeParams)
+void rope_cpu(const RopeParams& params);
+
+// out = silu(gate) * up, where a row of gate_up is [gate | up].
+struct SiluMulParams {
+  void* out;            // [num_tokens, size]
+  const void* gate_up;  // [num_tokens, 2 * size]
+  int64_t out_token_stride, gate_up_token_stride;  // elements
+  int32_t num_tokens;
+  int32_t size;
+  DType dtype;
+  int64_t stream;
+};
+VL_DECLARE_ISA_KERNEL(silu_mul, SiluMulParams)
+void silu_mul_cpu(const SiluMulParams& params);
+
+// GGUF block formats, under ggml's numbers.
+enum class GgmlType : int32_t {
+  kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kBF16 = 30
+};
+struct DequantizeParams {
+  void* out;           // [num_elements]
+  const void* blocks;
+  int64_t num_elements;  // a multiple of the format's block length
+  GgmlType type;
+  DType dtype;           // of out
+  int64_t stream;
+};
+VL_DECLARE_ISA_KERNEL(dequantize, DequantizeParams)
+void dequantize_cpu(const DequantizeParams& params);
+
+// Sampling, one call for all rows of a step. The order of processing of a row's logits, after which the
+// choice is made (logprobs and ranks are of the raw logits, before any of it):
+//   1. logit_bias; 2. allowed ids (others masked) and, while masked_stops applies, stop ids masked;
+//   3. repetition penalty (prompt and output), frequency and presence penalties (output);
+//   4. temperature 0: the largest logit, the lowest id among equals. Otherwise divide by temperature, then
+//   5. top_k, then top_p over what is left, then min_p relative to the likeliest; each keeps at least one and
+//      orders by (logit descending, id ascending), so that ties have one answer; the token that crosses top_p
+//      stays;
+//   6. Gumbel-max with Philox4x32-10 keyed by (seed) and counted by (position, token id): one noise per token id,
+//      so that the choice depends on nothing but the row.
+// A row whose logits hold a NaN, or leave no finite candidate, yields token -1.
+// -inf logits are never chosen; their logprobs are reported as -inf.
+struct SampleParams {
+  const float* logits;       // [num_rows, vocab_size]
+  int64_t logits_stride;     // elements
+  const int32_t* rows;       // [num_rows], row of the per-row state below
+  const int32_t* positions;  // [num_rows], position that the sampled token will have (= tokens so far)
+  // Per-row state, indexed by rows[i].
+  const float* temperature;           // [max_rows]
+  const float* top_p;                 // [max_rows]
+  const float* min_p;                 // [max_rows]
+  const int32_t* top_k;               // [max_rows], 0: all
+  const float* repetition_penalty;    // [max_rows]
+  const float* presence_penalty;      // [max_rows]
+  const float* frequency_penalty;     // [max_rows]
+  const int32_t* num_logprobs;        // [max_rows], -1: none
+  const int32_t* min_total_tokens;    // [max_rows], stop ids are masked while positions[i] < this
+  const uint64_t* seeds;              // [max_rows]
+  int32_t* output_counts;             // [max_rows, vocab_size] tokens generated, or nullptr: no row has penalties;
+                                      // the sampled token is counted here
+  const uint8_t* prompt_mask;         // [max_rows, vocab_size] 1: in the prompt; nullptr with output_counts
+  // Id lists of the sampled rows, ragged: list i is [start[i], start[i+1]). nullptr starts: none.
+  const int32_t* bias_start;          // [num_rows + 1]
+  const int32_t* bias_ids;
+  const float* bias_values;
+  const int32_t* allowed_start;       // [num_rows + 1]; an empty list allows all
+  const int32_t* allowed_ids;
+  const int32_t* stop_start;          // [num_rows + 1]
+  const int32_t* stop_ids;
+  // Results.
+  int32_t* token_ids;      // [num_rows], -1: row failed
+  float* logprobs;         // [num_rows] or nullptr
+  int32_t* ranks;          // [num_rows] or nullptr; 1 + number of raw logits greater than the token's
+  int32_t* top_ids;        // [num_rows, max_logprobs] or nullptr; unused entries -1
+  float* top_logprobs;     // [num_rows, max_logprobs]
+  float* scratch;          // [num_rows, vocab_size]
+  int32_t num_rows;
+  int32_t vocab_size;
+  int32_t max_logprobs;
+  int64_t stream;
+};
+VL_DECLARE_ISA_KERNEL(sample, SampleParams)
+void sample_cpu(const SampleParams& params);
+
+}  // namespace vllm_lite
