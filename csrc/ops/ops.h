@@ -74,12 +74,14 @@ struct DequantizeParams {
   DType dtype;           // of out
   int64_t stream;
 };
+// Bytes of `num_elements` in a format. Throws Error for an unknown type or a count that does not fill blocks.
+int64_t dequantize_block_bytes(GgmlType type, int64_t num_elements);
 VL_DECLARE_ISA_KERNEL(dequantize, DequantizeParams)
 void dequantize_cpu(const DequantizeParams& params);
 
 // Sampling, one call for all rows of a step. The order of processing of a row's logits, after which the
 // choice is made (logprobs and ranks are of the raw logits, before any of it):
-//   1. logit_bias; 2. allowed ids (others masked) and, while masked_stops applies, stop ids masked;
+//   1. logit_bias; 2. allowed ids (others masked) and, while positions[i] < min_total_tokens, stop ids masked;
 //   3. repetition penalty (prompt and output), frequency and presence penalties (output);
 //   4. temperature 0: the largest logit, the lowest id among equals. Otherwise divide by temperature, then
 //   5. top_k, then top_p over what is left, then min_p relative to the likeliest; each keeps at least one and
@@ -122,9 +124,9 @@ struct SampleParams {
   int32_t* ranks;          // [num_rows] or nullptr; 1 + number of raw logits greater than the token's
   int32_t* top_ids;        // [num_rows, max_logprobs] or nullptr; unused entries -1
   float* top_logprobs;     // [num_rows, max_logprobs]
-  float* scratch;          // [num_rows, vocab_size]
   int32_t num_rows;
   int32_t vocab_size;
+  int32_t max_rows;
   int32_t max_logprobs;
   int64_t stream;
 };
