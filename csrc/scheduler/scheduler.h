@@ -97,6 +97,9 @@ class Scheduler {
   // REQUIRES: no step is in flight. An empty step needs no commit and is not in flight.
   const Step& plan();
 
+  // The step in flight. REQUIRES: one is.
+  const Step& current_step() const;
+
   // `sampled[i]` belongs to the i-th scheduled sequence with samples == true; kNoToken drops it (the row
   // failed; the caller finishes the sequence). Appends tokens to sequences that are not finished,
   // publishes computed blocks. Does not judge stops: the caller then calls finish().

@@ -1,0 +1,66 @@
+// The engine core's outbox for one client: a growing msgpack message that the client takes whole.
+//
+// A message is [outputs, stats]. Steps that pass before the client takes it are added to the same
+// message, so a slow client gets fewer, longer ones. An output is
+//   [key, sample_index, token_ids, text, finish_reason, stop_reason, logprobs, num_cached_tokens, message]
+// with what is new since the sequence's last output; finish_reason is nil or "stop", "length", "error",
+// "queue_full" or "refused"; stop_reason is nil, a token id or the stop string; logprobs is nil or a list of
+// [logprob, rank, top_ids, top_logprobs], one per token id; message is nil or why the request failed.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "core/types.h"
+
+namespace vllm_lite {
+
+struct TokenLogprobs {
+  float logprob;
+  int32_t rank;
+  std::span<const TokenId> top_ids;
+  std::span<const float> top_logprobs;
+};
+
+struct SequenceOutput {
+  RequestKey key = 0;
+  int32_t sample_index = 0;
+  TokenId token = -1;  // -1: none
+  std::string_view text;
+  std::string_view finish_reason;  // empty: not finished
+  TokenId stop_token = -1;
+  std::string_view stop_string;
+  const TokenLogprobs* logprobs = nullptr;  // of `token`
+  int32_t num_cached_tokens = 0;
+  std::string_view message;
+};
+
+struct EngineStats {
+  int64_t num_running = 0;
+  int64_t num_waiting = 0;
+  int64_t kv_used_blocks = 0;
+  int64_t kv_total_blocks = 0;
+  int64_t prefix_queries = 0;
+  int64_t prefix_hits = 0;
+  int64_t num_preemptions = 0;
+  int64_t num_steps = 0;
+};
+
+class OutputWriter {
+ public:
+  OutputWriter() { clear(); }
+  void add(const SequenceOutput& output);
+  bool empty() const { return num_outputs_ == 0; }
+  // The finished message; the writer starts a new one.
+  std::string take(const EngineStats& stats);
+
+ private:
+  void clear();
+
+  std::string buffer_;
+  uint32_t num_outputs_ = 0;
+};
+
+}  // namespace vllm_lite
