@@ -1,0 +1,112 @@
+"""What an engine is started with. No torch here: every process reads this."""
+
+import os
+import re
+from typing import Literal
+
+import msgspec
+
+from vllm_lite.model_config import ModelConfig
+from vllm_lite.model_files import DEFAULT_MODEL
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+# KV memory on CPU unless --kv-cache-memory says otherwise. Pages are touched only when they are used.
+DEFAULT_KV_CACHE_MEMORY = 1 << 30
+
+
+class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Options of an engine; the command line has the same names with dashes."""
+
+    model: str = DEFAULT_MODEL
+    served_model_names: list[str] = []  # empty: the model as it was named
+    dtype: DTypeName = "auto"
+    max_model_len: int | None = None  # None: what the model allows
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_num_waiting: int = 4096  # sequences in the waiting queue; more are refused with 429
+    max_chunk_tokens: int = 0  # tokens of one sequence in one step; 0: only the budget limits it
+    block_size: int = 16  # tokens in a KV block
+    kv_cache_memory: int | None = None  # bytes; None: DEFAULT_KV_CACHE_MEMORY
+    enable_prefix_caching: bool = True
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    num_threads: int | None = None  # of the worker; None: the cores this process may use
+    step_timeout: float = 300.0  # seconds after which a worker that gives no result counts as dead
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_threads",
+                     "max_num_waiting", "block_size", "kv_cache_memory"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.max_chunk_tokens < 0:
+            raise ValueError(f"max_chunk_tokens must be at least 0, got {self.max_chunk_tokens}")
+        if self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size must be a power of two, got {self.block_size}")
+        if not self.step_timeout > 0:
+            raise ValueError(f"step_timeout must be positive, got {self.step_timeout}")
+        if not self.served_model_names:
+            self.served_model_names = [self.model]
+
+    def resolve(self, model: ModelConfig) -> "ResolvedConfig":
+        """The numbers that follow from these options and the model.
+
+        Raises ``ValueError`` if ``max_model_len`` exceeds the model's limit or does not fit into the KV memory.
+        """
+        limit = model.max_position_embeddings
+        max_model_len = limit if self.max_model_len is None else self.max_model_len
+        if max_model_len > limit:
+            raise ValueError(
+                f"max_model_len {max_model_len} is more than the {limit} positions of the model"
+            )
+        dtype = resolve_dtype_name(self.dtype, model)
+        block_bytes = (
+            2 * model.num_layers * model.num_kv_heads * self.block_size * model.head_size
+        ) * DTYPE_BYTES[dtype]
+        memory = self.kv_cache_memory or DEFAULT_KV_CACHE_MEMORY
+        num_blocks = memory // block_bytes
+        if num_blocks * self.block_size < max_model_len:
+            needed = -(-max_model_len // self.block_size) * block_bytes
+            raise ValueError(
+                f"one request of max_model_len {max_model_len} tokens needs {needed} bytes of KV cache, and "
+                f"kv_cache_memory is {memory}: set --max-model-len to at most "
+                f"{num_blocks * self.block_size}, or --kv-cache-memory to at least {needed}"
+            )
+        return ResolvedConfig(
+            dtype=dtype, max_model_len=max_model_len, num_blocks=num_blocks, block_bytes=block_bytes
+        )
+
+
+class ResolvedConfig(msgspec.Struct, frozen=True):
+    dtype: str  # float32, bfloat16 or float16
+    max_model_len: int
+    num_blocks: int
+    block_bytes: int  # K and V of one block in all layers
+
+
+def resolve_dtype_name(name: DTypeName, model: ModelConfig) -> str:
+    """``auto`` is the checkpoint's own dtype; a quantised checkpoint counts as bfloat16."""
+    if name != "auto":
+        return name
+    return "bfloat16" if model.checkpoint_dtype == "quantized" else model.checkpoint_dtype
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity and its control group's CPU limit."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+
+
+def parse_bytes(text: str) -> int:
+    """``"1073741824"``, ``"512M"``, ``"1.5G"`` (powers of 1024) -> bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise ValueError(f"not a number of bytes: {text!r} (try 512M or 2G)")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))

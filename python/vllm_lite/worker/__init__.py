@@ -1,0 +1,1 @@
+"""The worker: runs step plans on one device."""
