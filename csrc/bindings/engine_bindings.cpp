@@ -2,11 +2,12 @@
 //
 // Bulk data crosses as bytes: prompts in, plans out, results in, outputs out; nothing per token or per
 // block becomes a Python object.
-#include <fcntl.h>
+#include <poll.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstring>
 #include <string>
 #include <thread>
@@ -181,16 +182,14 @@ void bind_engine_core(py::module_& m) {
       .def("stats", &EngineCore::stats);
 }
 
-// Ends this process when the other end of the pipe is closed: when the parent is gone, however it went.
-// A thread of its own, so that it works whatever the interpreter is doing.
-void exit_when_closed(int fd, int exit_code) {
+// Ends this process when the peer of the connected socket is gone: when the parent is, however it went.
+// Reads nothing. A thread of its own, so that it works whatever the interpreter is doing.
+void exit_when_hung_up(int fd, int exit_code) {
   std::thread([fd, exit_code] {
-    char byte;
-    while (true) {
-      const ssize_t count = ::read(fd, &byte, 1);
-      if (count > 0 || (count < 0 && errno == EINTR)) continue;
-      ::_exit(exit_code);
+    pollfd watched{fd, POLLRDHUP, 0};
+    while (::poll(&watched, 1, -1) < 0 && errno == EINTR) {
     }
+    ::_exit(exit_code);
   }).detach();
 }
 
@@ -205,5 +204,5 @@ PYBIND11_MODULE(_core, m) {
   vllm_lite::bind_engine_core(m);
   m.def("make_token_table", &vllm_lite::make_token_table, py::arg("bytes"), py::arg("offsets"),
         py::arg("kinds"), py::arg("decoding"));
-  m.def("exit_when_closed", &vllm_lite::exit_when_closed, py::arg("fd"), py::arg("exit_code"));
+  m.def("exit_when_hung_up", &vllm_lite::exit_when_hung_up, py::arg("fd"), py::arg("exit_code"));
 }

@@ -30,6 +30,12 @@ class NewRow:
     history: np.ndarray
 
 
+def step_words_of(plan: memoryview | bytes) -> list[int]:
+    """The two words of a plan's step number, for an answer to a plan that could not be carried out."""
+    words: list[int] = np.frombuffer(plan, dtype=np.int32, count=4)[2:4].tolist()
+    return words
+
+
 class StepPlan:
     """A plan's sections as tensor views of one copy of its words."""
 

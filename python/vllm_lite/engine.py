@@ -1,0 +1,220 @@
+"""The engine as an object: requests in, outputs out. ``LLM``, ``LLMEngine`` and ``AsyncLLMEngine`` stand on it."""
+
+from collections.abc import Callable, Iterable
+
+from vllm_lite.clients import CoreClient, InProcessClient, ProcessClient
+from vllm_lite.config import EngineConfig
+from vllm_lite.errors import EngineDeadError, EngineError, QueueFullError
+from vllm_lite.messages import AbortRequests, CoreStats, EngineOutputs, SequenceOutput
+from vllm_lite.model_config import ModelConfig, load_model_config
+from vllm_lite.model_files import find_model
+from vllm_lite.outputs import RequestOutput
+from vllm_lite.requests import (
+    CLIENT_SHIFT,
+    Prompt,
+    RequestState,
+    check_prompt_ids,
+    make_add_request,
+    tokenize_prompt,
+)
+from vllm_lite.sampling_params import SamplingParams
+from vllm_lite.stats import EngineStats
+from vllm_lite.tokenizer import Tokenizer, load_tokenizer
+
+
+class Engine:
+    """One model, ready to generate.
+
+    ``Engine("smollm2")`` runs the engine core and the worker in this process; ``multiprocess=True`` gives each a
+    process of its own, as the server does. ``options`` are ``EngineConfig``'s fields. Not thread-safe: one thread at a
+    time. Close it, or use it as a context manager; nothing is left behind.
+
+    Raises ``ValueError`` or ``FileNotFoundError`` naming the option for what cannot work, ``EngineDeadError`` if
+    a process of the engine does not start.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        multiprocess: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        **options: object,
+    ) -> None:
+        if model is not None:
+            options["model"] = model
+        config = EngineConfig(**options)  # type: ignore[arg-type]
+        files = find_model(config.model)
+        model_config = load_model_config(files)
+        resolved = config.resolve(model_config)
+        client: CoreClient
+        if multiprocess:
+            client = ProcessClient.start(config, progress)
+            tokenizer = load_tokenizer(files)
+        else:
+            tokenizer = load_tokenizer(files)
+            client = InProcessClient(config, resolved, files, model_config, tokenizer, progress)
+        self._attach(config, model_config, tokenizer, client, resolved.max_model_len)
+
+    @classmethod
+    def over(cls, client: CoreClient, config: EngineConfig) -> "Engine":
+        """An engine whose core is reached through ``client``."""
+        engine = cls.__new__(cls)
+        files = find_model(config.model)
+        model_config = load_model_config(files)
+        max_model_len = config.resolve(model_config).max_model_len
+        engine._attach(config, model_config, load_tokenizer(files), client, max_model_len)
+        return engine
+
+    def _attach(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer,
+        client: CoreClient,
+        max_model_len: int,
+    ) -> None:
+        config.max_model_len = max_model_len
+        self.config = config
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.client = client
+        self.max_model_len = max_model_len
+        self._requests: dict[int, RequestState] = {}
+        self._keys: dict[str, int] = {}
+        self._next_key = client.client_id << CLIENT_SHIFT
+        self._core_stats = CoreStats()
+        self._closed = False
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+    ) -> None:
+        """Queues a request. ``ValueError`` names what is wrong with it; then nothing was queued."""
+        self._check_open()
+        if request_id in self._keys:
+            raise ValueError(f"request id {request_id!r} is already in use")
+        text, ids, salt = self.check_request(prompt, params)
+        key = self._next_key
+        self._next_key += 1
+        message = make_add_request(
+            key, ids, params, priority, salt, self.model_config.eos_token_ids, self.max_model_len
+        )
+        self.client.send(message)
+        self._requests[key] = RequestState(request_id, key, text, ids, params, self.tokenizer)
+        self._keys[request_id] = key
+
+    def check_request(
+        self, prompt: Prompt, params: SamplingParams
+    ) -> tuple[str | None, list[int], str]:
+        """(text, token ids, cache salt) of a prompt; ``ValueError`` if the request cannot be run."""
+        text, ids, salt = tokenize_prompt(prompt, self.tokenizer)
+        check_prompt_ids(ids, self.model_config.vocab_size, self.max_model_len)
+        params.validate_for(self.model_config.vocab_size)
+        return text, ids, salt
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests without further output; ids that are not running are ignored."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        keys = [self._keys.pop(name) for name in ids if name in self._keys]
+        for key in keys:
+            del self._requests[key]
+        if keys and not self._closed:
+            self.client.send(AbortRequests(keys))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    def step(self) -> list[RequestOutput]:
+        """Waits for the next news and returns it; with nothing unfinished, an empty list.
+
+        In one process this runs one step of the model. Raises ``EngineDeadError`` if the engine is gone. A request
+        that failed alone ends with finish_reason "error"; see ``failure_of``.
+        """
+        self._check_open()
+        if not self._requests:
+            return []
+        return [output for output, _ in self.process(self.client.receive())]
+
+    def process(self, news: EngineOutputs) -> list[tuple[RequestOutput, Exception | None]]:
+        """Turns the engine core's news into outputs, each with the error that ended its request, if one did."""
+        self._core_stats = news.stats
+        results = []
+        for output in news.outputs:
+            state = self._requests.get(output.key)
+            if state is None:
+                continue  # aborted meanwhile
+            made = state.update(output)
+            if state.finished:
+                self._forget(state)
+            if made is not None:
+                error = failure_of(output) if state.finished and state.failure else None
+                results.append((made, error))
+        return results
+
+    def _forget(self, state: RequestState) -> None:
+        del self._requests[state.key]
+        del self._keys[state.request_id]
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        core = self._core_stats
+        return EngineStats(
+            num_running=core.num_running,
+            num_waiting=core.num_waiting,
+            kv_used_blocks=core.kv_used_blocks,
+            kv_total_blocks=core.kv_total_blocks,
+            prefix_queries=core.prefix_queries,
+            prefix_hits=core.prefix_hits,
+            num_preemptions=core.num_preemptions,
+        )
+
+    def close(self) -> None:
+        """Frees the model and ends what was started. Harmless when called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self._requests.clear()
+        self._keys.clear()
+        self.client.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True) is False:
+            self.close()
+
+
+def failure_of(output: SequenceOutput) -> Exception:
+    """The exception for a sequence that ended with a message."""
+    message = output.message or "the request failed"
+    if output.finish_reason == "queue_full":
+        return QueueFullError(message)
+    if output.finish_reason == "refused":
+        return ValueError(message)
+    return EngineError(message)
+
+
+class LLMEngine(Engine):
+    """``Engine`` under vLLM's name: ``LLMEngine.from_engine_args(EngineArgs(model=...))``."""
+
+    @classmethod
+    def from_engine_args(cls, args: EngineConfig) -> "LLMEngine":
+        options = {name: getattr(args, name) for name in args.__struct_fields__}
+        return cls(**options)
+
+
+__all__ = ["Engine", "EngineDeadError", "EngineError", "LLMEngine", "QueueFullError"]

@@ -1,0 +1,164 @@
+"""Offline generation: many prompts in, all answers out."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from vllm_lite.engine import Engine
+from vllm_lite.outputs import RequestOutput
+from vllm_lite.requests import Prompt
+from vllm_lite.sampling_params import RequestOutputKind, SamplingParams
+from vllm_lite.tokenizer import Tokenizer
+
+Message = dict[str, Any]
+
+
+class LLM:
+    """``LLM("smollm2").generate(["Hello"], SamplingParams(max_tokens=32))``.
+
+    ``options`` are ``EngineConfig``'s fields. Works at module level, in a notebook and in a thread; nothing is started
+    but threads of torch's pool. ``with LLM(...) as llm`` frees the model at the end.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        with _loading_bar() as update:
+            self.engine = Engine(model, progress=update, **options)
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """One ``RequestOutput`` per prompt, in their order.
+
+        prompts: a text, token ids, a dictionary with ``prompt`` or ``prompt_token_ids``, or a list of these;
+        sampling_params: one for all, or one per prompt.
+
+        Raises ``ValueError`` for a prompt or parameter that cannot be run (nothing is generated then). A request that
+        failed while it ran has finish_reason "error".
+        """
+        prompt_list = _as_list(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            params = [sampling_params] * len(prompt_list)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(prompt_list):
+            raise ValueError(f"{len(params)} sampling_params for {len(prompt_list)} prompts")
+        priorities = [0] * len(prompt_list) if priority is None else list(priority)
+        if len(priorities) != len(prompt_list):
+            raise ValueError(f"{len(priorities)} priorities for {len(prompt_list)} prompts")
+        return self._run(prompt_list, params, priorities, use_tqdm)
+
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several; the model's chat template makes the prompts."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = [
+            self.engine.tokenizer.encode_chat(
+                conversation, add_generation_prompt=add_generation_prompt, **template_options
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The defaults with what the model's generation_config asks for."""
+        known = set(SamplingParams.__struct_fields__)
+        defaults = self.engine.model_config.generation_defaults
+        return SamplingParams(**{name: value for name, value in defaults.items() if name in known})
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        priorities: list[int],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        ids = [f"llm-{next(self._ids)}" for _ in prompts]
+        results: dict[str, RequestOutput] = {}
+        bar = tqdm(total=len(prompts), desc="generating", unit="prompt", disable=not use_tqdm,
+                   dynamic_ncols=True)  # fmt: skip
+        num_tokens = 0
+        waiting = list(range(len(prompts)))[::-1]
+        try:
+            # All are checked before any is started, so that a bad one costs nothing.
+            for prompt, param in zip(prompts, params, strict=True):
+                self.engine.check_request(prompt, param)
+            in_flight = 0  # samples
+            while waiting or self.engine.has_unfinished_requests():
+                while waiting and (
+                    in_flight == 0
+                    or in_flight + params[waiting[-1]].n <= self.engine.config.max_num_waiting
+                ):
+                    index = waiting.pop()
+                    final = _final_only(params[index])
+                    self.engine.add_request(ids[index], prompts[index], final, priorities[index])
+                    in_flight += final.n
+                for output in self.engine.step():
+                    results[output.request_id] = output
+                    in_flight -= len(output.outputs)
+                    num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+                    bar.update()
+                    elapsed = bar.format_dict["elapsed"]
+                    if elapsed:
+                        bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s")
+        except BaseException:
+            self.engine.abort_request(ids)
+            raise
+        finally:
+            bar.close()
+        return [results[request_id] for request_id in ids]
+
+
+def _final_only(params: SamplingParams) -> SamplingParams:
+    options = {name: getattr(params, name) for name in params.__struct_fields__}
+    return SamplingParams(**{**options, "output_kind": RequestOutputKind.FINAL_ONLY})
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if prompts and all(type(item) is int for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+class _loading_bar:  # noqa: N801 - used like a function
+    """A progress bar over the bytes of the weights; shows nothing if loading is over at once."""
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self._bar = tqdm(desc="loading weights", unit="B", unit_scale=True, delay=0.2,
+                         dynamic_ncols=True)  # fmt: skip
+        return self._update
+
+    def _update(self, done: int, total: int) -> None:
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()

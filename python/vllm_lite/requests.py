@@ -1,0 +1,213 @@
+"""The front end's side of a request: from prompt and parameters to a message, from messages to outputs."""
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_lite.messages import AddRequest, SequenceOutput, TokenLogprobs
+from vllm_lite.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm_lite.sampling_params import RequestOutputKind, SamplingParams
+from vllm_lite.tokenizer import Tokenizer
+
+# Text, token ids, or vLLM's dictionaries {"prompt": text} and {"prompt_token_ids": ids}.
+Prompt = str | Sequence[int] | Mapping[str, object]
+
+CLIENT_SHIFT = 48  # a key's client is above, its counter below (csrc/core/types.h)
+
+
+def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int], str]:
+    """(text if there is one, token ids, cache salt) of any form of prompt. ``ValueError`` for anything else."""
+    salt = ""
+    if isinstance(prompt, Mapping):
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+        if unknown:
+            raise ValueError(f"prompt has unsupported keys: {', '.join(sorted(unknown))}")
+        salt_value = prompt.get("cache_salt") or ""
+        if not isinstance(salt_value, str):
+            raise ValueError("cache_salt must be a string")
+        salt = salt_value
+        ids = prompt.get("prompt_token_ids")
+        text = prompt.get("prompt")
+        if ids is not None:
+            prompt = ids  # type: ignore[assignment]
+        elif isinstance(text, str):
+            prompt = text
+        else:
+            raise ValueError("a prompt dictionary needs 'prompt' (text) or 'prompt_token_ids'")
+    if isinstance(prompt, str):
+        return prompt, tokenizer.encode(prompt), salt
+    if not isinstance(prompt, Sequence):
+        raise ValueError(f"a prompt is text, token ids or a dictionary, got {type(prompt).__name__}")
+    return None, list(prompt), salt
+
+
+def check_prompt_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+    """``ValueError`` naming the value and the limit unless these ids can be run."""
+    if not ids:
+        raise ValueError("prompt is empty: it must have at least one token")
+    for position, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ValueError(
+                f"prompt token {position} is {token!r}: token ids must be integers from 0 to {vocab_size - 1}"
+            )
+    if len(ids) >= max_model_len:
+        raise ValueError(
+            f"prompt has {len(ids)} tokens, and at least one is to be generated: that is more than "
+            f"max_model_len {max_model_len}"
+        )
+
+
+def make_add_request(
+    key: int,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    priority: int,
+    salt: str,
+    eos_token_ids: Sequence[int],
+    max_model_len: int,
+) -> AddRequest:
+    """The message that starts a request. A request without a seed gets one from the system's randomness."""
+    eos = [] if params.ignore_eos else list(eos_token_ids)
+    stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
+    seed = secrets.randbits(64) if params.seed is None else params.seed & (1 << 64) - 1
+    room = max_model_len - len(prompt_ids)
+    bias = params.logit_bias or {}
+    return AddRequest(
+        key=key,
+        prompt=np.asarray(prompt_ids, dtype=np.int32).tobytes(),
+        n=params.n,
+        priority=priority,
+        max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+        min_tokens=params.min_tokens,
+        # One typed part; adapters and media add theirs.
+        salt=hashlib.blake2b(b"salt:" + salt.encode(), digest_size=16).digest() if salt else b"",
+        temperature=params.temperature,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        top_k=params.top_k,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        seed=seed,
+        bias_ids=[int(token) for token in bias],
+        bias_values=[float(value) for value in bias.values()],
+        allowed_ids=list(params.allowed_token_ids or []),
+        stop_ids=eos + [token for token in params.stop_token_ids or [] if token not in eos],
+        eos_ids=eos,
+        stops=stops,
+        include_stop=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+    )
+
+
+@dataclass(slots=True)
+class _Sample:
+    """Everything one of the n samples has given so far."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class RequestState:
+    """Collects what a request's sequences give and turns it into ``RequestOutput``s of the kind asked for."""
+
+    def __init__(
+        self,
+        request_id: str,
+        key: int,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.request_id = request_id
+        self.key = key
+        self.params = params
+        self.failure: tuple[str, str] | None = None  # (finish_reason, message) of a failed request
+        self._prompt = prompt
+        self._prompt_token_ids = prompt_token_ids
+        self._tokenizer = tokenizer
+        self._samples = [_Sample() for _ in range(params.n)]
+        self._num_unfinished = params.n
+        self._num_cached_tokens = 0
+
+    @property
+    def finished(self) -> bool:
+        return self._num_unfinished == 0
+
+    def update(self, output: SequenceOutput) -> RequestOutput | None:
+        """Takes in one sequence's news. None when the output kind asks for silence until the end."""
+        sample = self._samples[output.sample_index]
+        if output.sample_index == 0:
+            self._num_cached_tokens = output.num_cached_tokens
+        logprobs = self._decode_logprobs(output)
+        delta = self.params.output_kind is RequestOutputKind.DELTA
+        if not delta:
+            sample.text += output.text
+            sample.token_ids += output.token_ids
+            sample.logprobs += logprobs
+        for entry in output.logprobs or []:
+            sample.cumulative_logprob += entry.logprob
+        if output.finish_reason is not None:
+            sample.finish_reason = output.finish_reason
+            sample.stop_reason = output.stop_reason
+            self._num_unfinished -= 1
+            if output.message is not None:
+                self.failure = (output.finish_reason, output.message)
+        if delta:
+            news = _Sample(output.text, output.token_ids, logprobs, sample.cumulative_logprob,
+                           output.finish_reason, output.stop_reason)  # fmt: skip
+            return self._output([(output.sample_index, news)])
+        if self.params.output_kind is RequestOutputKind.FINAL_ONLY and not self.finished:
+            return None
+        return self._output(list(enumerate(self._samples)))
+
+    def _output(self, samples: list[tuple[int, _Sample]]) -> RequestOutput:
+        wants_logprobs = self.params.logprobs is not None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[
+                CompletionOutput(
+                    index=index,
+                    text=sample.text,
+                    # A caller may keep an output: it must not grow behind its back.
+                    token_ids=list(sample.token_ids),
+                    cumulative_logprob=sample.cumulative_logprob if wants_logprobs else None,
+                    logprobs=list(sample.logprobs) if wants_logprobs else None,
+                    finish_reason=sample.finish_reason,
+                    stop_reason=sample.stop_reason,
+                )
+                for index, sample in samples
+            ],
+            finished=self.finished,
+            num_cached_tokens=self._num_cached_tokens,
+        )
+
+    def _decode_logprobs(self, output: SequenceOutput) -> list[dict[int, Logprob]]:
+        if output.logprobs is None:
+            return []
+        return [
+            self._decode_position(token, entry)
+            for token, entry in zip(output.token_ids, output.logprobs, strict=True)
+        ]
+
+    def _decode_position(self, token: int, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """The chosen token first, then the likeliest; each with its own text."""
+        position = {token: Logprob(entry.logprob, entry.rank, self._text(token))}
+        for rank, (top, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
+            if top >= 0 and top not in position:
+                position[top] = Logprob(logprob, rank, self._text(top))
+        return position
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.token_bytes(token).decode(errors="replace")
