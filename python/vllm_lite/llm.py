@@ -107,8 +107,10 @@ class LLM:
         waiting = list(range(len(prompts)))[::-1]
         try:
             # All are checked before any is started, so that a bad one costs nothing.
+            checked: list[Prompt] = []
             for prompt, param in zip(prompts, params, strict=True):
-                self.engine.check_request(prompt, param)
+                text, token_ids, salt = self.engine.check_request(prompt, param)
+                checked.append({"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt})
             in_flight = 0  # samples
             while waiting or self.engine.has_unfinished_requests():
                 while waiting and (
@@ -117,7 +119,7 @@ class LLM:
                 ):
                     index = waiting.pop()
                     final = _final_only(params[index])
-                    self.engine.add_request(ids[index], prompts[index], final, priorities[index])
+                    self.engine.add_request(ids[index], checked[index], final, priorities[index])
                     in_flight += final.n
                 for output in self.engine.step():
                     results[output.request_id] = output

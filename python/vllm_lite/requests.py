@@ -31,12 +31,15 @@ def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, l
         salt = salt_value
         ids = prompt.get("prompt_token_ids")
         text = prompt.get("prompt")
+        if text is not None and not isinstance(text, str):
+            raise ValueError("prompt must be a string")
         if ids is not None:
-            prompt = ids  # type: ignore[assignment]
-        elif isinstance(text, str):
-            prompt = text
-        else:
+            if isinstance(ids, str) or not isinstance(ids, Sequence):
+                raise ValueError("prompt_token_ids must be a list of integers")
+            return text, list(ids), salt
+        if text is None:
             raise ValueError("a prompt dictionary needs 'prompt' (text) or 'prompt_token_ids'")
+        prompt = text
     if isinstance(prompt, str):
         return prompt, tokenizer.encode(prompt), salt
     if not isinstance(prompt, Sequence):
