@@ -1,10 +1,14 @@
 // Finds the first stop string in a text that arrives in pieces.
 //
-// An Aho-Corasick automaton over bytes. Text is let out as soon as it can no longer be the beginning of
-// a stop string: exactly the longest suffix that is a proper prefix of some stop string is held back.
-// "First" is the match that ends first; of several that end there, the one that begins first.
+// An Aho-Corasick automaton over bytes. Text is let out as soon as it can no longer be the
+// beginning of a stop string: exactly the longest suffix that is a proper prefix of some stop
+// string is held back. "First" is the match that ends first; of several that end there, the one
+// that begins first. One table look-up per byte of text, no heap allocation besides the growth of
+// the output.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -13,7 +17,8 @@
 
 namespace vllm_lite {
 
-// Built once per request, shared by its sequences.
+// Built once per request, shared by its sequences. A complete transition table: 4 bytes x (bytes of
+// all stop strings + 1) x (different bytes in them + 1), so the caller limits their total length.
 class StopAutomaton {
  public:
   // Throws Error for an empty stop string.
@@ -23,16 +28,33 @@ class StopAutomaton {
 
  private:
   friend class StopMatcher;
+
+  // A state is the longest suffix of the text so far that is a prefix of some stop string.
+  struct State {
+    uint32_t depth = 0;  // length of that prefix
+    int32_t path = 0;    // a stop string that begins with it
+    int32_t match = -1;  // the longest stop string that ends here, or -1
+  };
+
+  uint32_t next(uint32_t state, char byte) const {
+    return next_[size_t{state} * num_columns_ + column_[static_cast<uint8_t>(byte)]];
+  }
+
   std::vector<std::string> stops_;
+  std::vector<State> states_;  // 0 is the empty prefix
+  // Bytes that are in no stop string share column 0.
+  std::array<uint16_t, 256> column_{};
+  size_t num_columns_ = 1;
+  std::vector<uint32_t> next_;  // [states, columns]
 };
 
 class StopMatcher {
  public:
   explicit StopMatcher(std::shared_ptr<const StopAutomaton> automaton, bool include_stop_in_output);
 
-  // Feeds text. Appends to `out` what may be shown. Returns the index of the stop string found, or -1.
-  // After a match nothing more may be fed; `out` then ends before the stop string, or with it if it is
-  // to be included, and whatever followed the match in `text` is dropped.
+  // Feeds text. Appends to `out` what may be shown. Returns the index of the stop string found, or
+  // -1. After a match nothing more may be fed; `out` then ends before the stop string, or with it
+  // if it is to be included, and whatever followed the match in `text` is dropped.
   int32_t append(std::string_view text, std::string& out);
   // Index of the stop string that feeding `text` would find, or -1; changes nothing.
   int32_t would_match(std::string_view text) const;
@@ -40,9 +62,13 @@ class StopMatcher {
   void finish(std::string& out);
 
  private:
+  // The text held back: a prefix of a stop string, so it need not be stored.
+  std::string_view held() const;
+
   std::shared_ptr<const StopAutomaton> automaton_;
   bool include_stop_in_output_;
-  std::string held_;
+  bool matched_ = false;
+  uint32_t state_ = 0;
 };
 
 }  // namespace vllm_lite
