@@ -17,15 +17,15 @@
 #include <string>
 #include <vector>
 
+#include "cache/block_pool.h"
 #include "core/types.h"
 
 namespace vllm_lite {
 
-class BlockPool;
 class PrefixIndex;
 
 struct KvCacheConfig {
-  int32_t num_blocks = 0;  // in the arena
+  int32_t num_blocks = 0;   // in the arena
   int32_t block_size = 16;  // tokens in a block
   bool enable_prefix_caching = true;
   // Tokens that a query sees, itself included; 0: all. Set only when every layer has this window:
@@ -33,13 +33,11 @@ struct KvCacheConfig {
   int32_t sliding_window = 0;
 };
 
-constexpr BlockId kNoBlock = -1;
-
 // The blocks of one sequence, in token order. Owned by the sequence, changed by the manager alone.
 struct BlockTable {
-  std::vector<BlockId> blocks;   // entry i holds tokens [i*block_size, (i+1)*block_size)
-  int32_t num_published = 0;     // leading blocks already offered to the prefix index
-  int32_t num_out_of_window = 0; // leading entries that are kNoBlock
+  std::vector<BlockId> blocks;    // entry i holds tokens [i*block_size, (i+1)*block_size)
+  int32_t num_published = 0;      // leading blocks already offered to the prefix index
+  int32_t num_out_of_window = 0;  // leading entries that are kNoBlock
   // Leading blocks that this sequence found in the prefix index at its last admission.
   int32_t num_hit_blocks = 0;
 
@@ -70,9 +68,9 @@ class KvCacheManager {
   int32_t num_used_blocks() const;
   int32_t blocks_for(int32_t num_tokens) const;
 
-  // Gives an empty table the longest cached prefix of `tokens` in whole blocks (never all tokens: at
-  // least one is left to compute) and fresh blocks for the rest up to `num_tokens` in all.
-  // All or nothing. Returns the number of cached tokens, or -1 if there is not room for everything;
+  // Gives an empty table the longest cached prefix of `tokens` in whole blocks (never all tokens:
+  // at least one is left to compute) and fresh blocks for the rest up to `num_tokens` in all. All
+  // or nothing. Returns the number of cached tokens, or -1 if there is not room for everything;
   // then nothing changed. `headroom`: blocks that must still be available afterwards.
   // Looks the prefix up anew at every call. REQUIRES: table.blocks is empty.
   int32_t admit(BlockTable& table, std::span<const TokenId> tokens, const CacheSalt& salt,
@@ -88,9 +86,11 @@ class KvCacheManager {
   void mark_computed(BlockTable& table, std::span<const TokenId> tokens, const CacheSalt& salt,
                      int32_t num_computed);
 
-  // Gives an empty table the parent's first `num_tokens` tokens: whole blocks shared, a partial last
-  // block copied (appended to `copies`, to be carried out before the next forward step). False, and
-  // nothing changed, if no block is available for the copy. REQUIRES: parent holds num_tokens tokens.
+  // Gives an empty table the parent's first `num_tokens` tokens: whole blocks shared, a partial
+  // last block copied (appended to `copies`, to be carried out before the next forward step).
+  // False, and nothing changed, if no block is available for the copy, or if the parent has given
+  // back blocks that token `num_tokens` of the child would still see in the sliding window (waiting
+  // does not help then: admit the child). REQUIRES: parent holds num_tokens tokens.
   bool fork(const BlockTable& parent, BlockTable& child, int32_t num_tokens,
             std::vector<BlockCopy>& copies);
 
@@ -98,7 +98,9 @@ class KvCacheManager {
   // The table is empty afterwards and may be admitted again.
   void release(BlockTable& table);
 
-  // Forgets every cached block that nobody holds (weights or adapters changed).
+  // Forgets every cached block that nobody holds (weights or adapters changed). Blocks in use stay
+  // with their sequences, but neither they nor what those sequences compute after them is found
+  // again.
   void reset_prefix_cache();
 
   const KvCacheStats& stats() const;
@@ -108,9 +110,19 @@ class KvCacheManager {
   void check_invariants(std::span<const BlockTable* const> tables) const;
 
  private:
+  friend class KvCacheManagerPeer;  // a test: narrows the hash
+  KvCacheManager(const KvCacheConfig& config, int32_t hash_bits);
+
+  void make_room(BlockTable& table, int32_t num_blocks) const;
+  // REQUIRES: num_available_blocks() > 0.
+  BlockId take_block();
+  void give_back(BlockId block, bool out_of_window);
+  int32_t num_out_of_window(int32_t num_computed) const;
+  void check_table(const BlockTable& table) const;
+
   KvCacheConfig config_;
   std::unique_ptr<BlockPool> pool_;
-  std::unique_ptr<PrefixIndex> index_;
+  std::unique_ptr<PrefixIndex> index_;  // null without prefix caching
   KvCacheStats stats_;
 };
 

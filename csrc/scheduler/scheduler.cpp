@@ -1,1 +1,435 @@
-// to be written
+#include "scheduler/scheduler.h"
+
+#include <algorithm>
+#include <string>
+
+#include "core/check.h"
+
+namespace vllm_lite {
+namespace {
+
+void check_at_least(const char* field, int32_t value, int32_t minimum) {
+  VL_CHECK(value >= minimum, std::string(field) + " is " + std::to_string(value) +
+                                 ", but must be at least " + std::to_string(minimum));
+}
+
+int32_t num_remaining(const Sequence& sequence) {
+  return sequence.num_tokens() - sequence.num_computed;
+}
+
+// The parent is computing the prompt that this sample will fork.
+bool awaits_parent(const Sequence& sequence) {
+  const Sequence* parent = sequence.fork_parent;
+  return parent != nullptr && parent->state == SequenceState::kRunning &&
+         parent->num_computed < sequence.num_prompt_tokens;
+}
+
+// REQUIRES: !awaits_parent(sequence).
+bool can_fork(const Sequence& sequence) {
+  const Sequence* parent = sequence.fork_parent;
+  return parent != nullptr && parent->state == SequenceState::kRunning &&
+         sequence.num_prompt_tokens > 1;
+}
+
+}  // namespace
+
+Scheduler::Scheduler(const SchedulerConfig& config, KvCacheManager& cache)
+    : config_(config),
+      cache_(cache),
+      max_running_(std::min(config.max_num_seqs, config.max_num_batched_tokens)),
+      max_headroom_(std::max(1, cache.num_blocks() / 16)),
+      running_(config.policy == SchedulingPolicy::kPriority),
+      waiting_(config.policy == SchedulingPolicy::kPriority) {
+  check_at_least("max_num_seqs", config.max_num_seqs, 1);
+  check_at_least("max_num_batched_tokens", config.max_num_batched_tokens, 1);
+  check_at_least("max_model_len", config.max_model_len, 1);
+  check_at_least("max_num_waiting", config.max_num_waiting, 1);
+  check_at_least("max_chunk_tokens", config.max_chunk_tokens, 0);
+  check_at_least("look_past", config.look_past, 0);
+  check_at_least("max_passed_over", config.max_passed_over, 0);
+  const int64_t capacity = int64_t{cache.num_blocks()} * cache.block_size();
+  VL_CHECK(config.max_model_len <= capacity,
+           "max_model_len is " + std::to_string(config.max_model_len) + ", but the KV cache of " +
+               std::to_string(cache.num_blocks()) + " blocks of " +
+               std::to_string(cache.block_size()) + " tokens holds " + std::to_string(capacity) +
+               " tokens: set max_model_len to at most " + std::to_string(capacity) +
+               " or give the KV cache more memory");
+
+  const auto num_rows = static_cast<size_t>(config.max_num_seqs);
+  scheduled_.reserve(num_rows);
+  copies_.reserve(num_rows);
+  unreported_rows_.reserve(num_rows);
+  reported_rows_.reserve(num_rows);
+  row_unreported_.assign(num_rows, false);
+  blocked_.reserve(static_cast<size_t>(config.look_past) + 1);
+  free_rows_.reserve(num_rows);
+  for (RowId row = config.max_num_seqs - 1; row >= 0; --row) free_rows_.push_back(row);
+}
+
+AddResult Scheduler::add(Sequence* sequence) {
+  Sequence& s = *sequence;
+  VL_ASSERT(s.state == SequenceState::kNew);
+  const std::string limit = std::to_string(config_.max_model_len);
+  VL_CHECK(s.num_prompt_tokens >= 1 && s.num_prompt_tokens <= s.num_tokens(),
+           "the prompt has no tokens: it must have at least one");
+  VL_CHECK(s.num_prompt_tokens < config_.max_model_len,
+           "the prompt has " + std::to_string(s.num_prompt_tokens) +
+               " tokens, but must be shorter than max_model_len, which is " + limit +
+               ": shorten the prompt");
+  VL_CHECK(s.num_tokens() < s.max_total_tokens && s.max_total_tokens <= config_.max_model_len,
+           "prompt and output may have " + std::to_string(s.max_total_tokens) +
+               " tokens in all, but the limit must be above the " + std::to_string(s.num_tokens()) +
+               " tokens given and at most max_model_len, which is " + limit +
+               ": change max_tokens or shorten the prompt");
+  if (waiting_.size() + num_parked_ >= config_.max_num_waiting) return AddResult::kQueueFull;
+
+  s.state = SequenceState::kWaiting;
+  s.arrival = next_arrival_++;
+  if (Sequence* parent = s.fork_parent) {
+    if (parent->state == SequenceState::kWaiting || parent->state == SequenceState::kRunning) {
+      s.prev_fork = nullptr;
+      s.next_fork = parent->forks;
+      if (parent->forks != nullptr) parent->forks->prev_fork = sequence;
+      parent->forks = sequence;
+    } else {
+      s.fork_parent = nullptr;
+    }
+  }
+  waiting_.insert(sequence);
+  return AddResult::kAdded;
+}
+
+void Scheduler::finish(Sequence* sequence) {
+  Sequence& s = *sequence;
+  VL_ASSERT(s.state == SequenceState::kWaiting || s.state == SequenceState::kRunning);
+  const bool was_running = s.state == SequenceState::kRunning;
+  s.state = SequenceState::kFinished;
+  unpark_forks(s);
+  while (s.forks != nullptr) detach_fork(s.forks);
+  detach_fork(sequence);
+  if (was_running) {
+    running_.erase(sequence);
+    if (!in_flight(sequence)) give_back(sequence);
+  } else if (s.hook.linked()) {
+    waiting_.erase(sequence);
+  } else {
+    --num_parked_;
+  }
+}
+
+bool Scheduler::in_flight(const Sequence* sequence) const {
+  return step_in_flight_ && sequence->last_step == step_number_;
+}
+
+const Step& Scheduler::plan() {
+  VL_ASSERT(!step_in_flight_);
+  scheduled_.clear();
+  copies_.clear();
+  reported_rows_.clear();
+  step_ = Step{};
+  ++step_number_;
+
+  int32_t budget = config_.max_num_batched_tokens;
+  const bool preempted = schedule_running(budget);
+  if (!preempted) admit_waiting(budget);
+  if (scheduled_.empty()) return step_;
+
+  // An empty step is not sent, so freed rows are reported by the first one that is not.
+  reported_rows_.swap(unreported_rows_);
+  for (RowId row : reported_rows_) row_unreported_[static_cast<size_t>(row)] = false;
+  step_.sequences = scheduled_;
+  step_.freed_rows = reported_rows_;
+  step_.copies = copies_;
+  step_in_flight_ = true;
+  return step_;
+}
+
+// Serves the running sequences in order. True if somebody was preempted. Those preempted come from
+// the back of the order that is being walked, so none of them has been scheduled in this plan.
+bool Scheduler::schedule_running(int32_t& budget) {
+  int32_t num_decodes = 0;  // not yet served: each has a token of the budget kept for it
+  for (Sequence* s = running_.front(); s != nullptr; s = running_.next(s)) {
+    VL_ASSERT(s->num_tokens() < s->max_total_tokens);
+    num_decodes += num_remaining(*s) == 1;
+  }
+  bool preempted = false;
+  for (Sequence* s = running_.front(); s != nullptr; s = running_.next(s)) {
+    const int32_t remaining = num_remaining(*s);
+    num_decodes -= remaining == 1;
+    const int32_t num_tokens = std::min({remaining, max_chunk(), budget - num_decodes});
+    if (num_tokens <= 0) continue;  // a chunk for which this step has nothing left
+    const int32_t needed = s->num_computed + num_tokens;
+    const auto capacity = static_cast<int64_t>(s->block_table.blocks.size()) * cache_.block_size();
+    if (needed > capacity) {
+      while (!cache_.grow(s->block_table, needed)) {
+        VL_ASSERT(running_.size() >
+                  1);  // alone, a sequence has the whole pool, and add() saw that it fits
+        Sequence* victim = running_.back();
+        preempted = true;
+        if (victim == s) {
+          preempt(s);
+          return true;
+        }
+        num_decodes -= num_remaining(*victim) == 1;
+        preempt(victim);
+      }
+    }
+    schedule(s, num_tokens, false);
+    budget -= num_tokens;
+  }
+  return preempted;
+}
+
+void Scheduler::admit_waiting(int32_t& budget) {
+  blocked_.clear();
+  size_t num_passed = 0;  // leading ones of blocked_ that somebody was admitted past
+  int32_t num_tried_past = 0;
+  Sequence* next = nullptr;
+  for (Sequence* s = waiting_.front(); s != nullptr; s = next) {
+    if (budget == 0 || running_.size() == max_running_) break;
+    next = waiting_.next(s);
+    if (awaits_parent(*s)) {
+      waiting_.erase(s);
+      ++num_parked_;
+      continue;
+    }
+    if (!blocked_.empty() && num_tried_past++ == config_.look_past) break;
+    if (!try_admit(s, headroom())) {
+      blocked_.push_back(s);
+      if (s->num_passed_over >= config_.max_passed_over) break;
+      continue;
+    }
+    num_passed = blocked_.size();
+    const int32_t num_tokens = std::min({num_remaining(*s), max_chunk(), budget});
+    schedule(s, num_tokens, true);
+    budget -= num_tokens;
+  }
+  for (size_t i = 0; i < num_passed; ++i) ++blocked_[i]->num_passed_over;
+}
+
+bool Scheduler::try_admit(Sequence* sequence, int32_t headroom) {
+  Sequence& s = *sequence;
+  s.block_table.reserve(cache_.blocks_for(s.max_total_tokens));
+  int32_t num_cached = 0;
+  const ForkResult forked = can_fork(s) ? try_fork(sequence, headroom) : ForkResult::kImpossible;
+  if (forked == ForkResult::kNoRoom) return false;
+  if (forked == ForkResult::kDone) {
+    s.num_computed = s.num_prompt_tokens - 1;
+  } else {
+    num_cached = cache_.admit(s.block_table, s.tokens, s.salt, s.num_tokens(), headroom);
+    if (num_cached < 0) return false;
+    s.num_computed = num_cached;
+  }
+  detach_fork(sequence);
+  s.tokens.reserve(static_cast<size_t>(s.max_total_tokens));
+  if (s.num_cached_tokens < 0) s.num_cached_tokens = num_cached;
+  s.num_passed_over = 0;
+  s.num_blocks_sent = 0;
+  s.row = free_rows_.back();
+  free_rows_.pop_back();
+  waiting_.erase(sequence);
+  s.state = SequenceState::kRunning;
+  running_.insert(sequence);
+  return true;
+}
+
+// All or nothing: the room is counted first, so that neither the copy nor the growth can fail for
+// it, and a refused fork means that a sliding window has taken blocks which the sample needs.
+Scheduler::ForkResult Scheduler::try_fork(Sequence* sequence, int32_t headroom) {
+  Sequence& s = *sequence;
+  const int32_t num_shared = s.num_prompt_tokens - 1;
+  const int32_t num_new = cache_.blocks_for(s.num_tokens()) - num_shared / cache_.block_size();
+  if (cache_.num_available_blocks() < num_new + headroom) return ForkResult::kNoRoom;
+  if (!cache_.fork(s.fork_parent->block_table, s.block_table, num_shared, copies_)) {
+    return ForkResult::kImpossible;
+  }
+  const bool grown = cache_.grow(s.block_table, s.num_tokens());
+  VL_ASSERT(grown);
+  return ForkResult::kDone;
+}
+
+void Scheduler::schedule(Sequence* sequence, int32_t num_tokens, bool new_row) {
+  const bool samples = num_tokens == num_remaining(*sequence);
+  scheduled_.push_back({sequence, sequence->num_computed, num_tokens, samples, new_row});
+  sequence->last_step = step_number_;
+  step_.num_tokens += num_tokens;
+  step_.num_samples += samples;
+}
+
+void Scheduler::commit(std::span<const TokenId> sampled) {
+  VL_ASSERT(step_in_flight_);
+  VL_ASSERT(sampled.size() == static_cast<size_t>(step_.num_samples));
+  step_in_flight_ = false;
+  ++num_steps_;
+  auto next_sampled = sampled.begin();
+  for (const ScheduledSequence& part : scheduled_) {
+    Sequence& s = *part.sequence;
+    const TokenId token = part.samples ? *next_sampled++ : kNoToken;
+    if (s.state == SequenceState::kFinished) {
+      give_back(&s);
+      continue;
+    }
+    // A failed row may have left rubbish in its KV: it is not counted as computed, nor published.
+    if (part.samples && token == kNoToken) continue;
+    s.num_computed = part.first_token + part.num_tokens;
+    cache_.mark_computed(s.block_table, s.tokens, s.salt, s.num_computed);
+    if (part.samples) s.tokens.push_back(token);
+    if (s.forks != nullptr && s.num_computed >= s.num_prompt_tokens) unpark_forks(s);
+  }
+}
+
+void Scheduler::cancel_step() {
+  VL_ASSERT(step_in_flight_);
+  step_in_flight_ = false;
+  for (const ScheduledSequence& part : scheduled_) {
+    Sequence& s = *part.sequence;
+    if (s.state == SequenceState::kFinished) {
+      give_back(&s);
+    } else if (part.new_row) {
+      back_to_waiting(&s);
+      if (s.num_preemptions == 0) s.num_cached_tokens = -1;
+    } else {
+      // All that this step can have sent of its table is where its new tokens go.
+      s.num_blocks_sent = std::min(s.num_blocks_sent, part.first_token / cache_.block_size());
+    }
+  }
+  for (RowId row : reported_rows_) {
+    if (row_unreported_[static_cast<size_t>(row)]) continue;  // was given in the step as well
+    row_unreported_[static_cast<size_t>(row)] = true;
+    unreported_rows_.push_back(row);
+  }
+}
+
+void Scheduler::recompute_all() {
+  VL_ASSERT(!step_in_flight_);
+  while (!running_.empty()) preempt(running_.back());
+  cache_.reset_prefix_cache();
+  unreported_rows_.clear();
+  row_unreported_.assign(row_unreported_.size(), false);
+}
+
+void Scheduler::preempt(Sequence* sequence) {
+  back_to_waiting(sequence);
+  ++sequence->num_preemptions;
+  ++num_preemptions_;
+}
+
+// From running to waiting, with nothing computed.
+void Scheduler::back_to_waiting(Sequence* sequence) {
+  running_.erase(sequence);
+  give_back(sequence);
+  sequence->num_computed = 0;
+  sequence->state = SequenceState::kWaiting;
+  waiting_.insert(sequence);
+  unpark_forks(*sequence);
+}
+
+void Scheduler::give_back(Sequence* sequence) {
+  cache_.release(sequence->block_table);
+  free_row(sequence->row);
+  sequence->row = -1;
+}
+
+void Scheduler::free_row(RowId row) {
+  free_rows_.push_back(row);
+  unreported_rows_.push_back(row);
+  row_unreported_[static_cast<size_t>(row)] = true;
+}
+
+// Takes a waiting sample out of its parent's chain, if it is in one.
+void Scheduler::detach_fork(Sequence* sequence) {
+  Sequence& s = *sequence;
+  if (s.fork_parent == nullptr) return;
+  if (s.prev_fork != nullptr) {
+    s.prev_fork->next_fork = s.next_fork;
+  } else {
+    s.fork_parent->forks = s.next_fork;
+  }
+  if (s.next_fork != nullptr) s.next_fork->prev_fork = s.prev_fork;
+  s.fork_parent = s.prev_fork = s.next_fork = nullptr;
+}
+
+// Puts the samples that stood aside back into the queue's order. The chain is latest first, so each
+// goes directly before the one inserted last.
+void Scheduler::unpark_forks(const Sequence& parent) {
+  for (Sequence* s = parent.forks; s != nullptr; s = s->next_fork) {
+    if (s->hook.linked()) continue;
+    waiting_.insert(s);
+    --num_parked_;
+  }
+}
+
+int32_t Scheduler::headroom() const { return std::min(running_.size(), max_headroom_); }
+
+int32_t Scheduler::max_chunk() const {
+  return config_.max_chunk_tokens > 0 ? config_.max_chunk_tokens : config_.max_num_batched_tokens;
+}
+
+bool Scheduler::has_work() const {
+  return !running_.empty() || !waiting_.empty() || step_in_flight_;
+}
+
+SchedulerStats Scheduler::stats() const {
+  return {.num_running = running_.size(),
+          .num_waiting = waiting_.size() + num_parked_,
+          .num_preemptions = num_preemptions_,
+          .num_steps = num_steps_};
+}
+
+void Scheduler::check_invariants() const {
+  std::vector<const BlockTable*> tables;
+  std::vector<bool> row_taken(free_rows_.capacity(), false);
+  const auto take_row = [&](RowId row) {
+    VL_ASSERT(row >= 0 && row < config_.max_num_seqs && !row_taken[static_cast<size_t>(row)]);
+    row_taken[static_cast<size_t>(row)] = true;
+  };
+  int32_t num_parked = 0;
+  const auto check_forks = [&](const Sequence& parent) {
+    const Sequence* previous = nullptr;
+    for (const Sequence* s = parent.forks; s != nullptr; previous = s, s = s->next_fork) {
+      VL_ASSERT(s->fork_parent == &parent && s->prev_fork == previous);
+      VL_ASSERT(s->state == SequenceState::kWaiting);
+      if (s->hook.linked()) continue;
+      ++num_parked;
+      VL_ASSERT(awaits_parent(*s) && s->row == -1 && s->block_table.blocks.empty());
+    }
+  };
+
+  const Sequence* previous = nullptr;
+  for (const Sequence* s = running_.front(); s != nullptr; s = running_.next(s)) {
+    VL_ASSERT(s->state == SequenceState::kRunning && s->fork_parent == nullptr);
+    VL_ASSERT(previous == nullptr || running_.before(*previous, *s));
+    VL_ASSERT(s->num_computed >= 0 && s->num_computed < s->num_tokens());
+    VL_ASSERT(static_cast<int64_t>(s->block_table.blocks.size()) * cache_.block_size() >=
+              std::max(s->num_computed, s->num_prompt_tokens));
+    take_row(s->row);
+    tables.push_back(&s->block_table);
+    check_forks(*s);
+    previous = s;
+  }
+  previous = nullptr;
+  for (const Sequence* s = waiting_.front(); s != nullptr; s = waiting_.next(s)) {
+    VL_ASSERT(s->state == SequenceState::kWaiting);
+    VL_ASSERT(previous == nullptr || waiting_.before(*previous, *s));
+    VL_ASSERT(s->row == -1 && s->block_table.blocks.empty() && s->num_computed == 0);
+    check_forks(*s);
+    previous = s;
+  }
+  VL_ASSERT(num_parked == num_parked_);
+  VL_ASSERT(running_.size() <= max_running_);
+  if (step_in_flight_) {
+    for (const ScheduledSequence& part : scheduled_) {
+      VL_ASSERT(in_flight(part.sequence));
+      if (part.sequence->state != SequenceState::kFinished) continue;
+      take_row(part.sequence->row);
+      tables.push_back(&part.sequence->block_table);
+    }
+  }
+  for (RowId row : free_rows_) take_row(row);
+  VL_ASSERT(std::find(row_taken.begin(), row_taken.end(), false) == row_taken.end());
+  VL_ASSERT(static_cast<size_t>(std::count(row_unreported_.begin(), row_unreported_.end(), true)) ==
+            unreported_rows_.size());
+  cache_.check_invariants(tables);
+}
+
+}  // namespace vllm_lite

@@ -3,39 +3,58 @@
 // One token budget per step; no prefill phase and no decode phase: every sequence's num_computed
 // chases its num_tokens. Running sequences are served first (so a decode is never starved by new
 // prompts), in order of (priority, arrival); then waiting ones are admitted while budget, rows and
-// blocks last. A sequence is admitted only with blocks for its whole prompt (all its tokens, after a
-// preemption); chunks only cut the computing. When a running sequence cannot grow, the running one
-// with the lowest priority and latest arrival is preempted: its blocks are released and it waits again
-// with all its tokens, to be recomputed.
+// blocks last. A sequence is admitted only with blocks for its whole prompt (all its tokens, after
+// a preemption); chunks only cut the computing. When a running sequence cannot grow, the running
+// one with the lowest priority and latest arrival is preempted: its blocks are released and it
+// waits again with all its tokens, to be recomputed. A step that preempts admits nobody.
 //
-// If the head of the waiting queue does not fit, up to `look_past` later ones may be admitted past it,
-// each such step adding one to its num_passed_over; at `max_passed_over` the look-past stops until it
-// has been admitted, so it cannot starve.
+// Decodes never wait (K = 1): a chunk leaves a token of the budget for every running sequence
+// behind it that has one token to compute, and at most min(max_num_seqs, max_num_batched_tokens)
+// sequences run. So each step gives a token to every running sequence whose earlier tokens are
+// computed.
 //
-// Progress: whenever sequences exist, plan() returns a non-empty step (Scheduler::add refuses what could
-// never fit, and preemption always leaves the oldest sequence running).
+// Headroom: an admission leaves min(running sequences, max(1, blocks / 16)) blocks available, so
+// that those running can each grow for a while before the newcomer is preempted again. Nobody
+// running: no headroom.
 //
-// Two calls a step: plan(), then commit() with the sampled tokens. plan() changes only the scheduler's
-// own state and cannot fail half-way. Between plan and commit sequences may be added or aborted; an
-// aborted one is skipped by commit, and its blocks and row are kept until then (the device is using them).
-// Steady-state decode allocates no heap memory.
+// If the head of the waiting queue does not fit, up to `look_past` later ones are tried, and each
+// step that admits one adds one to num_passed_over of those passed; behind a sequence that has
+// `max_passed_over` and does not fit nobody is tried until it has been admitted, so it cannot
+// starve.
+//
+// Forks (Sequence::fork_parent): while the parent runs and computes its prompt, the sample stands
+// aside, outside the queue's order, holding up nobody. Then all prompt tokens but the last are
+// forked, and the sample computes the last one to sample its own first token. If the parent is not
+// running or has lost blocks to a sliding window, the sample is admitted as any other.
+//
+// Progress: whenever sequences exist, plan() returns a non-empty step (Scheduler::add refuses what
+// could never fit, and preemption always leaves the first in order running).
+//
+// Two calls a step: plan(), then commit() with the sampled tokens. plan() changes only the
+// scheduler's own state and cannot fail half-way. num_computed advances and blocks are published at
+// commit alone, so nothing ever hits or forks a block that is only about to be computed. Between
+// plan and commit sequences may be added or aborted; an aborted one is skipped by commit, and its
+// blocks and row are kept until then (the device is using them). Steady-state decode allocates no
+// heap memory.
+//
+// Sliding window: blocks that fall out are given back at commit and their table entries become
+// kNoBlock. The worker is not told: it keeps a stale entry that no query looks at any more.
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <span>
 #include <vector>
 
 #include "cache/kv_cache_manager.h"
-#include "core/intrusive_list.h"
 #include "scheduler/sequence.h"
+#include "scheduler/sequence_queue.h"
 
 namespace vllm_lite {
 
 enum class SchedulingPolicy : uint8_t { kFirstCome, kPriority };
 
 struct SchedulerConfig {
-  int32_t max_num_seqs = 256;             // rows
+  int32_t max_num_seqs = 256;             // rows, and so running sequences
   int32_t max_num_batched_tokens = 2048;  // token budget of a step
   int32_t max_model_len = 0;
   int32_t max_num_waiting = 4096;  // bound of the waiting queue
@@ -49,17 +68,17 @@ struct SchedulerConfig {
 // A part of a step: tokens [num_computed_before, num_computed_before + num_tokens) of a sequence.
 struct ScheduledSequence {
   Sequence* sequence;
-  int32_t first_token;   // position of the first token computed
+  int32_t first_token;  // position of the first token computed
   int32_t num_tokens;
-  bool samples;          // the last token is the sequence's last: a new token is sampled
-  bool new_row;          // the row was given in this step
+  bool samples;  // the last token is the sequence's last: a new token is sampled
+  bool new_row;  // the row was given in this step
 };
 
 // What plan() decided. The spans point into the scheduler and hold until the next plan().
 struct Step {
   std::span<const ScheduledSequence> sequences;  // decodes and chunks, running order
-  std::span<const RowId> freed_rows;             // since the last step, before any new_row
-  std::span<const BlockCopy> copies;             // to be made before the forward pass
+  std::span<const RowId> freed_rows;  // since the last non-empty step, before any new_row
+  std::span<const BlockCopy> copies;  // to be made before the forward pass
   int32_t num_tokens = 0;
   int32_t num_samples = 0;
   bool empty() const { return sequences.empty(); }
@@ -77,18 +96,21 @@ struct SchedulerStats {
 class Scheduler {
  public:
   // Throws Error if the configuration cannot work: a limit below 1, a budget of fewer tokens than
-  // one, or a pool in which one sequence of max_model_len tokens does not fit (the message says the largest
-  // max_model_len that does).
+  // one, or a pool in which one sequence of max_model_len tokens does not fit (the message says the
+  // largest max_model_len that does).
   Scheduler(const SchedulerConfig& config, KvCacheManager& cache);
 
-  // Throws Error, naming the numbers, for a sequence that can never run: no tokens, prompt not below
-  // max_model_len, or (prompt + output) needing more blocks than the pool has. kQueueFull leaves it alone.
-  // The caller keeps ownership and must keep the sequence alive until it is finished and reaped.
+  // Throws Error, naming the numbers, for a sequence that can never run: no tokens, prompt not
+  // below max_model_len, or max_total_tokens not in (tokens, max_model_len]; whatever passes fits
+  // into the pool, as the constructor saw to it. kQueueFull leaves the sequence alone. The caller
+  // keeps ownership, must keep the sequence alive until it is finished and not in flight, and must
+  // finish it once it has max_total_tokens tokens. REQUIRES: state is kNew; fork_parent, if any,
+  // was added before and starts with the same prompt.
   AddResult add(Sequence* sequence);
 
-  // Takes a sequence out. O(1). Its blocks and row come back at once if no step is in flight with it,
-  // else at commit; `sequence->state` is kFinished at once either way.
-  // REQUIRES: it was added and is not finished.
+  // Takes a sequence out. O(1), and O(1) for each sample that waits for it. Its blocks and row come
+  // back at once if no step is in flight with it, else at commit; `sequence->state` is kFinished at
+  // once either way. REQUIRES: it was added and is not finished.
   void finish(Sequence* sequence);
 
   // True if the sequence is part of the step in flight (then it must stay alive until commit).
@@ -98,15 +120,25 @@ class Scheduler {
   const Step& plan();
 
   // The step in flight. REQUIRES: one is.
-  const Step& current_step() const;
+  const Step& current_step() const { return step_; }
 
-  // `sampled[i]` belongs to the i-th scheduled sequence with samples == true; kNoToken drops it (the row
-  // failed; the caller finishes the sequence). Appends tokens to sequences that are not finished,
-  // publishes computed blocks. Does not judge stops: the caller then calls finish().
+  // `sampled[i]` belongs to the i-th scheduled sequence with samples == true; kNoToken drops it
+  // (the row failed: nothing of this step is kept or published for it; the caller finishes the
+  // sequence). Appends tokens to sequences that are not finished, publishes computed blocks. Does
+  // not judge stops: the caller then calls finish().
   void commit(std::span<const TokenId> sampled);
 
-  // The step in flight failed: nothing was computed. num_computed goes back to what it was before plan().
+  // The step in flight failed: nothing was computed. num_computed is what it was before plan(), and
+  // sequences that the step admitted wait again (a fork then without its parent); preemptions stay.
+  // The next plan says again what the worker may have missed: freed rows, the step's table entries,
+  // and the rows given in the step (as freed). So it is right whether or not the worker had taken
+  // the plan in.
   void cancel_step();
+
+  // The worker was restarted, its memory is gone: every running sequence waits again with all its
+  // tokens, cached prefixes are forgotten, no row is known to the worker. Counts as preemptions.
+  // REQUIRES: no step is in flight (cancel_step first).
+  void recompute_all();
 
   bool has_work() const;
   SchedulerStats stats() const;
@@ -116,9 +148,42 @@ class Scheduler {
   void check_invariants() const;
 
  private:
-  SchedulerConfig config_;
+  bool schedule_running(int32_t& budget);
+  void admit_waiting(int32_t& budget);
+  bool try_admit(Sequence* sequence, int32_t headroom);
+  enum class ForkResult : uint8_t { kDone, kNoRoom, kImpossible };
+  ForkResult try_fork(Sequence* sequence, int32_t headroom);
+  void schedule(Sequence* sequence, int32_t num_tokens, bool new_row);
+  void preempt(Sequence* sequence);
+  void back_to_waiting(Sequence* sequence);
+  void give_back(Sequence* sequence);
+  void free_row(RowId row);
+  void detach_fork(Sequence* sequence);
+  void unpark_forks(const Sequence& parent);
+  int32_t headroom() const;
+  int32_t max_chunk() const;
+
+  const SchedulerConfig config_;
   KvCacheManager& cache_;
-  // (the implementer's members)
+  const int32_t max_running_;
+  const int32_t max_headroom_;
+  SequenceQueue running_;
+  SequenceQueue waiting_;
+  int32_t num_parked_ =
+      0;  // waiting samples that stand aside until their parent's prompt is computed
+  uint64_t next_arrival_ = 0;
+  uint64_t step_number_ = 0;
+  bool step_in_flight_ = false;
+  Step step_;
+  std::vector<ScheduledSequence> scheduled_;
+  std::vector<BlockCopy> copies_;
+  std::vector<RowId> free_rows_;        // a stack: the row freed last is warm
+  std::vector<RowId> unreported_rows_;  // freed, in no step yet
+  std::vector<RowId> reported_rows_;    // freed_rows of step_
+  std::vector<bool> row_unreported_;    // row -> is in unreported_rows_
+  std::vector<Sequence*> blocked_;      // tried in this plan and found not to fit
+  int64_t num_preemptions_ = 0;
+  int64_t num_steps_ = 0;
 };
 
 constexpr TokenId kNoToken = -1;

@@ -12,14 +12,15 @@
 namespace vllm_lite {
 
 enum class SequenceState : uint8_t {
-  kNew,      // not yet given to the scheduler
-  kWaiting,  // in the waiting queue, holds no blocks and no row (also after a preemption)
-  kRunning,  // holds blocks and a row
-  kFinished, // left the scheduler
+  kNew,       // not yet given to the scheduler
+  kWaiting,   // in the waiting queue, holds no blocks and no row (also after a preemption)
+  kRunning,   // holds blocks and a row
+  kFinished,  // left the scheduler
 };
 
-// The invariant of progress: 0 <= num_computed < tokens.size() while not finished. num_computed chases
-// tokens.size(); a whole prompt, a chunk, a decode and a resumed sequence differ in nothing else.
+// The invariant of progress: 0 <= num_computed < tokens.size() while not finished. num_computed
+// chases tokens.size(); a whole prompt, a chunk, a decode and a resumed sequence differ in nothing
+// else.
 struct Sequence {
   // Set by the owner before Scheduler::add.
   RequestKey request = 0;
@@ -29,22 +30,28 @@ struct Sequence {
   int32_t max_total_tokens = 0;  // prompt + output; the sequence ends when it has this many
   CacheSalt salt{};
   const SamplingParams* sampling = nullptr;
-  // For samples 1..n-1: the sequence with the same prompt whose computed prompt this one forks.
-  // Cleared by the scheduler when the fork is made or no longer possible.
+  // For samples 1..n-1: the sequence with the same prompt whose computed prompt this one forks; it
+  // was added before. Cleared by the scheduler when the fork is made or no longer possible.
   Sequence* fork_parent = nullptr;
   std::vector<TokenId> tokens;  // prompt, then output
 
   // Kept by the scheduler.
   SequenceState state = SequenceState::kNew;
-  uint64_t arrival = 0;          // order of Scheduler::add, kept across preemptions
-  int32_t num_computed = 0;      // tokens whose KV is (or will be, after the current step) stored
-  int32_t num_cached_tokens = -1; // prefix hit at the first admission; -1: not yet admitted
+  uint64_t arrival = 0;      // order of Scheduler::add, kept across preemptions
+  int32_t num_computed = 0;  // tokens whose KV is stored; advances at commit, never at plan
+  int32_t num_cached_tokens =
+      -1;  // prefix hit at the first admission (a fork: 0); -1: not admitted
   int32_t num_preemptions = 0;
-  int32_t num_passed_over = 0;   // times a later sequence was admitted past this one
+  int32_t num_passed_over = 0;  // steps that admitted a later sequence past this one as it waited
+  uint64_t last_step = 0;       // number of the last step that it was scheduled in
   RowId row = -1;
   BlockTable block_table;
-  int32_t num_blocks_sent = 0;   // entries of block_table that the worker knows (step builder)
-  ListHook hook;                 // waiting or running list
+  int32_t num_blocks_sent = 0;  // entries of block_table that the worker knows (step builder)
+  ListHook hook;                // waiting or running list; none while it awaits its fork parent
+  // The waiting samples whose fork_parent this is, latest first, and the place in such a chain.
+  Sequence* forks = nullptr;
+  Sequence* prev_fork = nullptr;
+  Sequence* next_fork = nullptr;
 
   int32_t num_tokens() const { return static_cast<int32_t>(tokens.size()); }
   int32_t num_output_tokens() const { return num_tokens() - num_prompt_tokens; }

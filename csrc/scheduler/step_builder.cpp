@@ -1,1 +1,177 @@
-// to be written
+#include "scheduler/step_builder.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "core/check.h"
+
+namespace vllm_lite {
+namespace {
+
+constexpr size_t kHeaderWords = sizeof(PlanHeader) / sizeof(int32_t);
+constexpr size_t kSamplingWords = sizeof(RowSampling) / sizeof(int32_t);
+constexpr size_t kTableUpdateWords = 3;
+
+int32_t narrow(size_t count) { return static_cast<int32_t>(count); }
+
+// Four-byte elements, floats as their bits.
+template <typename T>
+int32_t* append(int32_t* out, const T* values, size_t count) {
+  static_assert(sizeof(T) == sizeof(int32_t));
+  if (count > 0) std::memcpy(out, values, count * sizeof(int32_t));
+  return out + count;
+}
+
+size_t num_history_words(const Sequence& sequence) {
+  return sequence.sampling->needs_history() ? sequence.tokens.size() : 0;
+}
+
+size_t num_new_row_words(const Sequence& sequence) {
+  const SamplingParams& sampling = *sequence.sampling;
+  return kNewRowHeaderWords + kSamplingWords + 2 * sampling.bias_ids.size() +
+         sampling.allowed_ids.size() + sampling.stop_ids.size() + num_history_words(sequence);
+}
+
+int32_t* append_new_row(int32_t* out, const Sequence& sequence) {
+  const SamplingParams& sampling = *sequence.sampling;
+  VL_ASSERT(sampling.bias_ids.size() == sampling.bias_values.size());
+  const size_t num_history = num_history_words(sequence);
+  const int32_t header[kNewRowHeaderWords] = {
+      sequence.row,
+      narrow(num_new_row_words(sequence)),
+      narrow(sampling.bias_ids.size()),
+      narrow(sampling.allowed_ids.size()),
+      narrow(sampling.stop_ids.size()),
+      narrow(num_history),
+  };
+  out = append(out, header, kNewRowHeaderWords);
+  std::memcpy(out, &sampling.row, sizeof(RowSampling));
+  out += kSamplingWords;
+  out = append(out, sampling.bias_ids.data(), sampling.bias_ids.size());
+  out = append(out, sampling.bias_values.data(), sampling.bias_values.size());
+  out = append(out, sampling.allowed_ids.data(), sampling.allowed_ids.size());
+  out = append(out, sampling.stop_ids.data(), sampling.stop_ids.size());
+  return append(out, sequence.tokens.data(), num_history);
+}
+
+// The first table entry that the worker does not know and may need.
+size_t first_unsent(const ScheduledSequence& part) {
+  const Sequence& s = *part.sequence;
+  return static_cast<size_t>(part.new_row ? s.block_table.num_out_of_window : s.num_blocks_sent);
+}
+
+}  // namespace
+
+StepBuilder::StepBuilder(const SchedulerConfig& config, int32_t block_size) {
+  VL_ASSERT(block_size > 0 && std::has_single_bit(static_cast<uint32_t>(block_size)));
+  block_shift_ = std::countr_zero(static_cast<uint32_t>(block_size));
+  const auto rows = static_cast<size_t>(config.max_num_seqs);
+  const auto tokens = static_cast<size_t>(config.max_num_batched_tokens);
+  const auto blocks = static_cast<size_t>(ceil_div(config.max_model_len, block_size));
+  const size_t tables = kTableUpdateWords * rows * blocks;
+  const size_t per_row = 4 + 1 + 2 + kNewRowHeaderWords + kSamplingWords;
+  words_.reserve(
+      std::min(kMaxReservedWords, kHeaderWords + 1 + 4 * tokens + per_row * rows + tables));
+}
+
+std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) {
+  const size_t num_tokens = static_cast<size_t>(step.num_tokens);
+  const size_t num_seqs = step.sequences.size();
+  const size_t num_logits = static_cast<size_t>(step.num_samples);
+  size_t num_table_updates = 0;
+  size_t num_new_rows = 0;
+  size_t new_row_words = 0;
+  for (const ScheduledSequence& part : step.sequences) {
+    num_table_updates += part.sequence->block_table.blocks.size() - first_unsent(part);
+    if (part.new_row) {
+      ++num_new_rows;
+      new_row_words += num_new_row_words(*part.sequence);
+    }
+  }
+
+  const size_t slots_at = kHeaderWords;
+  const size_t tokens_at = slots_at + 2 * num_tokens;
+  const size_t positions_at = tokens_at + num_tokens;
+  const size_t starts_at = positions_at + num_tokens;
+  const size_t lens_at = starts_at + num_seqs + 1;
+  const size_t rows_at = lens_at + num_seqs;
+  const size_t logits_at = rows_at + num_seqs;
+  const size_t tables_at = logits_at + num_logits;
+  const size_t copies_at = tables_at + kTableUpdateWords * num_table_updates;
+  const size_t freed_at = copies_at + 2 * step.copies.size();
+  const size_t new_rows_at = freed_at + step.freed_rows.size();
+  const size_t num_words = new_rows_at + new_row_words;
+  words_.resize(num_words);
+  int32_t* const words = words_.data();
+
+  PlanHeader header{};
+  header.magic = kPlanMagic;
+  header.num_words = narrow(num_words);
+  header.step_low = static_cast<uint32_t>(step_id);
+  header.step_high = static_cast<uint32_t>(step_id >> 32);
+  header.num_tokens = step.num_tokens;
+  header.num_seqs = narrow(num_seqs);
+  header.num_logits = step.num_samples;
+  header.num_table_updates = narrow(num_table_updates);
+  header.num_block_copies = narrow(step.copies.size());
+  header.num_freed_rows = narrow(step.freed_rows.size());
+  header.num_new_rows = narrow(num_new_rows);
+  header.new_row_words = narrow(new_row_words);
+  header.max_logprobs = -1;
+
+  int32_t* slots = words + slots_at;  // two words each
+  int32_t* tokens = words + tokens_at;
+  int32_t* positions = words + positions_at;
+  int32_t* logits = words + logits_at;
+  int32_t* table_update = words + tables_at;
+  int32_t* new_row = words + new_rows_at;
+  int32_t token = 0;  // of the step
+  int32_t index = 0;
+  const int32_t offset_mask = (1 << block_shift_) - 1;
+  for (const ScheduledSequence& part : step.sequences) {
+    Sequence& s = *part.sequence;
+    const BlockId* const table = s.block_table.blocks.data();
+    words[starts_at + static_cast<size_t>(index)] = token;
+    words[lens_at + static_cast<size_t>(index)] = part.first_token + part.num_tokens;
+    words[rows_at + static_cast<size_t>(index)] = s.row;
+    ++index;
+
+    tokens =
+        append(tokens, s.tokens.data() + part.first_token, static_cast<size_t>(part.num_tokens));
+    const int32_t end = part.first_token + part.num_tokens;
+    for (int32_t position = part.first_token; position < end; ++position) {
+      const int64_t slot =
+          (int64_t{table[position >> block_shift_]} << block_shift_) | (position & offset_mask);
+      std::memcpy(slots, &slot, sizeof(slot));
+      slots += 2;
+      *positions++ = position;
+    }
+    token += part.num_tokens;
+    header.max_query_len = std::max(header.max_query_len, part.num_tokens);
+    header.max_seq_len = std::max(header.max_seq_len, end);
+    if (part.samples) {
+      *logits++ = token - 1;
+      header.max_logprobs = std::max(header.max_logprobs, s.sampling->row.num_logprobs);
+    }
+
+    const size_t num_blocks = s.block_table.blocks.size();
+    for (size_t i = first_unsent(part); i < num_blocks; ++i) {
+      const int32_t update[kTableUpdateWords] = {s.row, narrow(i), table[i]};
+      table_update = append(table_update, update, kTableUpdateWords);
+    }
+    s.num_blocks_sent = narrow(num_blocks);
+    if (part.new_row) new_row = append_new_row(new_row, s);
+  }
+  words[starts_at + num_seqs] = token;
+  int32_t* copy = words + copies_at;
+  for (const BlockCopy& c : step.copies) {
+    *copy++ = c.source;
+    *copy++ = c.destination;
+  }
+  append(words + freed_at, step.freed_rows.data(), step.freed_rows.size());
+  std::memcpy(words, &header, sizeof(header));
+  return words_;
+}
+
+}  // namespace vllm_lite

@@ -1,25 +1,23 @@
 // StepPlan and StepResult: what travels between the engine core and a worker, as flat int32 words.
 //
-// The same bytes go through a direct call, a shared-memory ring or a socket. A plan is a header, then
-// sections back to back in the order of the header's counts. 64-bit sections begin at an even word.
-// Floats are stored as their bits.
+// The same bytes go through a direct call, a shared-memory ring or a socket. A plan is a header,
+// then sections back to back in the order of the header's counts. 64-bit sections begin at an even
+// word. Floats are stored as their bits.
 //
 //   section            words                     meaning
-//   slot_mapping       2 * num_tokens (int64)    block_id * block_size + offset, where the KV is stored
-//   token_ids          num_tokens
-//   positions          num_tokens
-//   query_start        num_seqs + 1              cumulative tokens
-//   seq_lens           num_seqs                  tokens with KV after this step (first_token + num_tokens)
-//   rows               num_seqs
-//   logits_indices     num_logits                index into token_ids of each token that is sampled from
-//   table_updates      3 * num_table_updates     (row, index, block): the block tables live in the worker
-//   block_copies       2 * num_block_copies      (source, destination), before the forward pass
-//   freed_rows         num_freed_rows            forget these rows' state, before new_rows
-//   new_rows           new_row_words             num_new_rows records, see below
+//   slot_mapping       2 * num_tokens (int64)    block_id * block_size + offset, where the KV is
+//   stored token_ids          num_tokens positions          num_tokens query_start        num_seqs
+//   + 1              cumulative tokens seq_lens           num_seqs                  tokens with KV
+//   after this step (first_token + num_tokens) rows               num_seqs logits_indices
+//   num_logits                index into token_ids of each token that is sampled from table_updates
+//   3 * num_table_updates     (row, index, block): the block tables live in the worker block_copies
+//   2 * num_block_copies      (source, destination), before the forward pass freed_rows
+//   num_freed_rows            forget these rows' state, before new_rows new_rows new_row_words
+//   num_new_rows records, see below
 //
-// A new-row record: row, words in all, num_bias, num_allowed, num_stop, num_history, then RowSampling
-// (12 words), bias ids, bias values, allowed ids, stop ids, history (the sequence's tokens so far, only if
-// penalties need them).
+// A new-row record: row, words in all, num_bias, num_allowed, num_stop, num_history, then
+// RowSampling (12 words), bias ids, bias values, allowed ids, stop ids, history (the sequence's
+// tokens so far, only if penalties need them).
 #pragma once
 
 #include <cstddef>
@@ -48,17 +46,18 @@ struct PlanHeader {  // 16 words
   int32_t new_row_words;
   int32_t max_query_len;
   int32_t max_seq_len;
-  int32_t max_logprobs;  // the most top logprobs that a sampled row asks for; -1: no row asks for any
+  int32_t
+      max_logprobs;  // the most top logprobs that a sampled row asks for; -1: no row asks for any
   int32_t reserved;
 };
 static_assert(sizeof(PlanHeader) == 16 * sizeof(int32_t));
 
 constexpr int32_t kNewRowHeaderWords = 6;
 
-// Header, then: token_ids[num_logits]; logprobs[num_logits] (float, of the token, before any sampling
-// parameter); ranks[num_logits] (1 = most likely); top_ids[num_logits * max_logprobs];
-// top_logprobs[num_logits * max_logprobs] (float), most likely first, kNoToken-padded; message bytes.
-// logprobs and ranks are present only if max_logprobs >= 0.
+// Header, then: token_ids[num_logits]; logprobs[num_logits] (float, of the token, before any
+// sampling parameter); ranks[num_logits] (1 = most likely); top_ids[num_logits * max_logprobs];
+// top_logprobs[num_logits * max_logprobs] (float), most likely first, kNoToken-padded; message
+// bytes. logprobs and ranks are present only if max_logprobs >= 0.
 struct ResultHeader {  // 8 words
   int32_t magic;
   int32_t num_words;
@@ -71,7 +70,9 @@ struct ResultHeader {  // 8 words
 };
 static_assert(sizeof(ResultHeader) == 8 * sizeof(int32_t));
 
-// Read access to a result's sections. Throws InternalError if the words are not a well-formed result.
+// Read access to a result's sections. Throws InternalError if the words are not a well-formed
+// result: exactly num_words long, counts not negative, sections adding up to num_words. What it
+// accepts can be read in full without leaving `words`, which must outlive the view.
 class StepResultView {
  public:
   explicit StepResultView(std::span<const int32_t> words);
@@ -82,6 +83,8 @@ class StepResultView {
   std::span<const TokenId> token_ids() const { return token_ids_; }
   std::span<const float> logprobs() const { return logprobs_; }
   std::span<const int32_t> ranks() const { return ranks_; }
+  // max_logprobs entries of result row `row`; empty if max_logprobs < 1. REQUIRES: row <
+  // num_logits.
   std::span<const TokenId> top_ids(int32_t row) const;
   std::span<const float> top_logprobs(int32_t row) const;
   std::span<const char> message() const { return message_; }

@@ -1,0 +1,88 @@
+#include "scheduler/plan_view.h"
+
+#include <bit>
+#include <cstring>
+
+#include "core/check.h"
+
+namespace vllm_lite {
+namespace {
+
+// Hands out sections front to back and throws when there is not enough left.
+class Sections {
+ public:
+  explicit Sections(std::span<const int32_t> words) : left_(words) {}
+  std::span<const int32_t> take(int64_t count) {
+    VL_ASSERT(count >= 0 && count <= static_cast<int64_t>(left_.size()));
+    const auto section = left_.first(static_cast<size_t>(count));
+    left_ = left_.subspan(static_cast<size_t>(count));
+    return section;
+  }
+  bool empty() const { return left_.empty(); }
+
+ private:
+  std::span<const int32_t> left_;
+};
+
+}  // namespace
+
+PlanView::PlanView(std::span<const int32_t> words) {
+  Sections sections(words);
+  const auto header_words = sections.take(sizeof(PlanHeader) / sizeof(int32_t));
+  header_ = reinterpret_cast<const PlanHeader*>(header_words.data());
+  const PlanHeader& h = *header_;
+  VL_ASSERT(h.magic == kPlanMagic);
+  VL_ASSERT(static_cast<size_t>(h.num_words) == words.size());
+  slots_ = sections.take(2 * int64_t{h.num_tokens});
+  token_ids_ = sections.take(h.num_tokens);
+  positions_ = sections.take(h.num_tokens);
+  query_start_ = sections.take(int64_t{h.num_seqs} + 1);
+  seq_lens_ = sections.take(h.num_seqs);
+  rows_ = sections.take(h.num_seqs);
+  logits_indices_ = sections.take(h.num_logits);
+  table_updates_ = sections.take(3 * int64_t{h.num_table_updates});
+  copies_ = sections.take(2 * int64_t{h.num_block_copies});
+  freed_rows_ = sections.take(h.num_freed_rows);
+  new_rows_ = sections.take(h.new_row_words);
+  VL_ASSERT(sections.empty());
+  VL_ASSERT(new_rows().size() == static_cast<size_t>(h.num_new_rows));
+}
+
+int64_t PlanView::slot(int32_t token) const {
+  int64_t slot = 0;
+  std::memcpy(&slot, slots_.subspan(2 * static_cast<size_t>(token), 2).data(), sizeof(slot));
+  return slot;
+}
+
+TableUpdate PlanView::table_update(int32_t index) const {
+  const auto words = table_updates_.subspan(3 * static_cast<size_t>(index), 3);
+  return {.row = words[0], .index = words[1], .block = words[2]};
+}
+
+std::vector<NewRow> PlanView::new_rows() const {
+  std::vector<NewRow> rows;
+  Sections records(new_rows_);
+  while (!records.empty()) {
+    const auto header = records.take(kNewRowHeaderWords);
+    Sections record(records.take(int64_t{header[1]} - kNewRowHeaderWords));
+    NewRow& row = rows.emplace_back();
+    row.row = header[0];
+    const auto sampling = record.take(sizeof(RowSampling) / sizeof(int32_t));
+    std::memcpy(static_cast<void*>(&row.sampling.row), sampling.data(), sizeof(RowSampling));
+    const auto take_ids = [&record](int32_t count) {
+      const auto ids = record.take(count);
+      return std::vector<TokenId>(ids.begin(), ids.end());
+    };
+    row.sampling.bias_ids = take_ids(header[2]);
+    for (int32_t bits : record.take(header[2])) {
+      row.sampling.bias_values.push_back(std::bit_cast<float>(bits));
+    }
+    row.sampling.allowed_ids = take_ids(header[3]);
+    row.sampling.stop_ids = take_ids(header[4]);
+    row.history = take_ids(header[5]);
+    VL_ASSERT(record.empty());
+  }
+  return rows;
+}
+
+}  // namespace vllm_lite

@@ -1,0 +1,123 @@
+// The policy of scheduler.h once more, slow and obvious: from a snapshot of all sequences it says
+// what plan() must decide. For configurations without prefix caching and sliding window, where the
+// room that a sequence needs can be counted from the outside.
+#pragma once
+
+#include <algorithm>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "scheduler/scheduler.h"
+
+namespace vllm_lite {
+
+struct NaiveDecision {
+  std::vector<std::tuple<const Sequence*, int32_t, int32_t>> scheduled;  // first token, tokens
+  std::set<const Sequence*> preempted;
+  std::set<const Sequence*> passed_over;
+};
+
+class NaivePolicy {
+ public:
+  NaivePolicy(const SchedulerConfig& config, int32_t num_blocks, int32_t block_size)
+      : config_(config), num_blocks_(num_blocks), block_size_(block_size) {}
+
+  NaiveDecision decide(const std::vector<const Sequence*>& sequences) const {
+    std::vector<Item> running;
+    std::vector<Item> waiting;
+    for (const Sequence* s : sequences) {
+      if (s->state == SequenceState::kRunning) running.push_back(item(*s));
+      if (s->state == SequenceState::kWaiting) waiting.push_back(item(*s));
+    }
+    const auto before = [this](const Item& a, const Item& b) {
+      const bool priority = config_.policy == SchedulingPolicy::kPriority;
+      return std::tuple(priority ? a.sequence->priority : 0, a.sequence->arrival) <
+             std::tuple(priority ? b.sequence->priority : 0, b.sequence->arrival);
+    };
+    std::sort(running.begin(), running.end(), before);
+    std::sort(waiting.begin(), waiting.end(), before);
+
+    NaiveDecision decision;
+    int32_t budget = config_.max_num_batched_tokens;
+    BlockId fresh = num_blocks_;  // ids for blocks that the decision adds
+    for (size_t i = 0; i < running.size(); ++i) {
+      int32_t reserved = 0;
+      for (size_t j = i + 1; j < running.size(); ++j) reserved += running[j].remaining() == 1;
+      const int32_t n = std::min({running[i].remaining(), chunk(), budget - reserved});
+      if (n <= 0) continue;
+      const int32_t missing =
+          blocks_for(running[i].computed + n) - static_cast<int32_t>(running[i].blocks.size());
+      while (missing > available(running)) {
+        decision.preempted.insert(running.back().sequence);
+        running.pop_back();
+        if (running.size() == i) return decision;  // it preempted itself, the last
+      }
+      for (int32_t k = 0; k < missing; ++k) running[i].blocks.push_back(fresh++);
+      decision.scheduled.emplace_back(running[i].sequence, running[i].computed, n);
+      budget -= n;
+    }
+    if (!decision.preempted.empty()) return decision;
+
+    const auto max_running =
+        static_cast<size_t>(std::min(config_.max_num_seqs, config_.max_num_batched_tokens));
+    std::vector<const Sequence*> blocked;
+    int32_t tried_past = 0;
+    for (Item& candidate : waiting) {
+      if (budget == 0 || running.size() >= max_running) break;
+      const Item* parent = nullptr;
+      for (const Item& r : running) {
+        if (r.sequence == candidate.sequence->fork_parent) parent = &r;
+      }
+      const int32_t prompt = candidate.sequence->num_prompt_tokens;
+      if (parent != nullptr && parent->computed < prompt) continue;
+      if (!blocked.empty() && tried_past++ >= config_.look_past) break;
+      if (parent != nullptr && prompt > 1) {
+        candidate.computed = prompt - 1;
+        const auto whole = (prompt - 1) / block_size_;
+        candidate.blocks.assign(parent->blocks.begin(), parent->blocks.begin() + whole);
+      }
+      const int32_t missing = blocks_for(candidate.sequence->num_tokens()) -
+                              static_cast<int32_t>(candidate.blocks.size());
+      const auto headroom =
+          std::min(static_cast<int32_t>(running.size()), std::max(1, num_blocks_ / 16));
+      if (missing + headroom > available(running)) {
+        blocked.push_back(candidate.sequence);
+        if (candidate.sequence->num_passed_over >= config_.max_passed_over) break;
+        continue;
+      }
+      for (int32_t k = 0; k < missing; ++k) candidate.blocks.push_back(fresh++);
+      const int32_t n = std::min({candidate.remaining(), chunk(), budget});
+      decision.scheduled.emplace_back(candidate.sequence, candidate.computed, n);
+      decision.passed_over.insert(blocked.begin(), blocked.end());
+      budget -= n;
+      running.push_back(candidate);
+    }
+    return decision;
+  }
+
+ private:
+  struct Item {
+    const Sequence* sequence;
+    int32_t computed;
+    std::vector<BlockId> blocks;
+    int32_t remaining() const { return sequence->num_tokens() - computed; }
+  };
+  static Item item(const Sequence& s) { return {&s, s.num_computed, s.block_table.blocks}; }
+  int32_t blocks_for(int32_t tokens) const { return (tokens + block_size_ - 1) / block_size_; }
+  int32_t chunk() const {
+    return config_.max_chunk_tokens == 0 ? config_.max_num_batched_tokens
+                                         : config_.max_chunk_tokens;
+  }
+  int32_t available(const std::vector<Item>& running) const {
+    std::set<BlockId> held;
+    for (const Item& r : running) held.insert(r.blocks.begin(), r.blocks.end());
+    return num_blocks_ - static_cast<int32_t>(held.size());
+  }
+
+  const SchedulerConfig config_;
+  const int32_t num_blocks_;
+  const int32_t block_size_;
+};
+
+}  // namespace vllm_lite
