@@ -1,4 +1,4 @@
-"""Where a model's files are: a HF directory, a GGUF file, the built-in model, or the Hugging Face hub."""
+"""Where a model's files are: a HF directory, a GGUF file, the built-in model, or the HF hub."""
 
 import importlib.util
 import re
@@ -20,17 +20,19 @@ class ModelFiles:
 
     @property
     def is_gguf(self) -> bool:
-        return self.path.suffix.lower() == ".gguf"
+        return self.path.suffix.lower() == ".gguf" and not self.path.is_dir()
 
 
 def find_model(name: str) -> ModelFiles:
     """Finds the files of a model.
 
-    ``name`` is, in this order: a local .gguf file; a local directory with config.json, or with no config.json and
-    exactly one .gguf file; the built-in name ``smollm2``; a hub id such as ``org/name``, which is looked up in
-    the hub's cache and downloaded when it is not there (HF_HUB_OFFLINE=1 keeps to the cache).
+    ``name`` is, in this order: a local .gguf file; a local directory with config.json, or with no
+    config.json and exactly one .gguf file; the built-in name ``smollm2``; a hub id such as
+    ``org/name``, which is looked up in the hub's cache and downloaded when it is not there
+    (HF_HUB_OFFLINE=1 keeps to the cache).
 
-    Raises FileNotFoundError with every place that was tried, and ValueError for a path that exists but is no model.
+    Raises FileNotFoundError with every place that was tried, and ValueError for a path that exists
+    but is no model.
     """
     if not name:
         raise ValueError("model name is empty; give a directory, a .gguf file or a hub id")

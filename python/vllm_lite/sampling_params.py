@@ -1,8 +1,22 @@
 """How a request's tokens are chosen and when it ends."""
 
+import math
+from collections.abc import Mapping
 from enum import Enum
+from numbers import Real
+from operator import index
+from typing import Any
 
 import msgspec
+
+MAX_SAMPLES = 128  # n
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_PENALTY = 2.0
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+_INT32_MAX = 2**31 - 1
 
 
 class RequestOutputKind(Enum):
@@ -12,7 +26,12 @@ class RequestOutputKind(Enum):
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's names and defaults. Validated when it is made; ``ValueError`` names the field, value and limit."""
+    """vLLM's names and defaults, validated when it is made.
+
+    ``ValueError`` names the field, the limit and the value. Numbers are normalised to plain int and
+    float, ``top_k=-1`` to 0, a single ``stop`` string to a list. A bool is no number, nor is a
+    string (but JSON's keys are strings, so ``logit_bias`` takes "123" for 123).
+    """
 
     n: int = 1
     temperature: float = 1.0
@@ -34,3 +53,138 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logprobs: int | None = None
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        self.n = _integer("n", self.n, 1, MAX_SAMPLES)
+        self.temperature = _number("temperature", self.temperature, 0.0)
+        self.top_p = _number("top_p", self.top_p, 0.0, 1.0, above_minimum=True)
+        self.top_k = max(0, _integer("top_k", self.top_k, -1, _INT32_MAX, hint="-1 or 0: all"))
+        self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            self.seed = _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        self.repetition_penalty = _number(
+            "repetition_penalty", self.repetition_penalty, 0.0, above_minimum=True
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            setattr(self, name, _number(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY))
+        if self.logit_bias is not None:
+            self.logit_bias = _bias(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids must not be empty; leave it out to allow all")
+        if self.stop is not None:
+            self.stop = _stop_strings(self.stop)
+        if self.stop_token_ids is not None:
+            self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _error(name, "must be true or false", getattr(self, name))
+        self.min_tokens = _integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
+        if self.max_tokens is not None:
+            self.max_tokens = _integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
+            if self.min_tokens > self.max_tokens:
+                raise _error(
+                    "min_tokens", f"must be <= max_tokens ({self.max_tokens})", self.min_tokens
+                )
+        if self.logprobs is not None:
+            self.logprobs = _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise _error("output_kind", "must be a RequestOutputKind", self.output_kind)
+
+    def validate_for(self, vocab_size: int) -> None:
+        """Raises ValueError if a token id is not below ``vocab_size``, the width of the logits."""
+        for name, ids in (
+            ("logit_bias", self.logit_bias),
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("stop_token_ids", self.stop_token_ids),
+        ):
+            if ids and (largest := max(ids)) >= vocab_size:
+                raise _error(
+                    name, f"must hold token ids below {vocab_size} (vocabulary size)", largest
+                )
+
+
+def _error(name: str, requirement: str, value: object) -> ValueError:
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = shown[:77] + "..."
+    return ValueError(f"{name} {requirement}, got {shown}")
+
+
+def _number(
+    name: str,
+    value: Any,
+    minimum: float,
+    maximum: float = math.inf,
+    *,
+    above_minimum: bool = False,
+) -> float:
+    """The value as a finite float. Written as "not (good)", since every comparison of NaN is false."""
+    bound = f"{'>' if above_minimum else '>='} {minimum:g}"
+    if maximum != math.inf:
+        bound += f" and <= {maximum:g}"
+    error = _error(name, f"must be a finite number {bound}", value)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise error
+    try:
+        number = float(value)
+    except OverflowError:
+        raise error from None
+    inside = minimum < number <= maximum if above_minimum else minimum <= number <= maximum
+    if not (inside and math.isfinite(number)):
+        raise error
+    return number
+
+
+def _integer(name: str, value: Any, minimum: int, maximum: int, *, hint: str = "") -> int:
+    error = _error(
+        name, f"must be an integer from {minimum} to {maximum}{hint and f' ({hint})'}", value
+    )
+    if isinstance(value, bool):
+        raise error
+    try:
+        number = index(value)  # takes numpy integers, refuses floats and strings
+    except TypeError:
+        raise error from None
+    if not minimum <= number <= maximum:
+        raise error
+    return number
+
+
+def _token_ids(name: str, value: Any) -> list[int]:
+    if not isinstance(value, (list, tuple)):
+        raise _error(name, "must be a list of token ids", value)
+    return [_integer(f"{name}[{i}]", token, 0, _INT32_MAX) for i, token in enumerate(value)]
+
+
+def _bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise _error("logit_bias", "must map token ids to numbers", value)
+    if len(value) > MAX_LOGIT_BIAS_ENTRIES:
+        raise _error(
+            "logit_bias", f"must have at most {MAX_LOGIT_BIAS_ENTRIES} entries", len(value)
+        )
+    result: dict[int, float] = {}
+    for key, bias in value.items():
+        token = key
+        if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
+            token = int(key)
+        token = _integer("logit_bias key", token, 0, _INT32_MAX)
+        if token in result:
+            raise _error("logit_bias", "must name each token id once", token)
+        result[token] = _number(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    return result
+
+
+def _stop_strings(value: Any) -> list[str]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, (list, tuple)):
+        raise _error("stop", "must be a string or a list of strings", value)
+    if len(strings) > MAX_STOP_STRINGS:
+        raise _error("stop", f"must have at most {MAX_STOP_STRINGS} strings", len(strings))
+    for i, text in enumerate(strings):
+        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
+            requirement = f"must be a string of 1 to {MAX_STOP_CHARS} characters"
+            raise _error(f"stop[{i}]", requirement, text)
+    return list(strings)

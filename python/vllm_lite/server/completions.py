@@ -1,0 +1,137 @@
+"""``/v1/completions``."""
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from vllm_lite.outputs import CompletionOutput
+from vllm_lite.server.errors import bad_request, from_decode_error, show
+from vllm_lite.server.generation import Job
+from vllm_lite.server.logprobs import LogprobsWriter
+from vllm_lite.server.protocol import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+    Usage,
+)
+from vllm_lite.server.sampling import (
+    check_choices,
+    check_token_ids,
+    for_prompts,
+    output_length,
+    refuse_unsupported,
+    sampling_params,
+    served_name,
+)
+from vllm_lite.server.state import ServerState
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+def prepare(state: ServerState, body: bytes) -> tuple[Job, "CompletionRenderer"]:
+    """Parses, checks and tokenises a body; runs in a thread. Raises ``ApiError``."""
+    try:
+        request = _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise from_decode_error(error, body) from error
+    engine = state.engine
+    model = served_name(engine, request.model)
+    refuse_unsupported(request)
+    prompts = _split(request.prompt)
+    check_choices(len(prompts), request.n or 1, state.options.max_choices, "n" if request.n else "prompt")
+    special = request.add_special_tokens is not False
+    token_ids = [
+        engine.tokenizer.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+        for prompt in prompts
+    ]
+    for ids in token_ids:
+        if not ids:
+            raise bad_request("prompt: empty; it must have at least one token", "prompt")
+        check_token_ids(ids, engine.model_config.vocab_size, "prompt")
+    lengths = [
+        output_length(request, len(ids), engine.config.max_model_len, DEFAULT_MAX_TOKENS, "prompt")
+        for ids in token_ids
+    ]
+    params = sampling_params(request, engine, logprobs=request.logprobs, max_tokens=min(lengths))
+    options = request.stream_options
+    job = Job(
+        id=f"cmpl-{secrets.token_hex(16)}",
+        model=model,
+        created=int(time.time()),
+        prompts=token_ids,
+        params=for_prompts(params, lengths),
+        priority=request.priority or 0,
+        stream=bool(request.stream),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+    )
+    return job, CompletionRenderer(state, job, bool(request.return_tokens_as_token_ids))
+
+
+def _split(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """One prompt per entry: a text, texts, one list of ids, or lists of ids; never a mixture."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if not kinds:
+        raise bad_request("prompt: empty; it must have at least one token", "prompt")
+    if len(kinds) > 1:
+        names = " and ".join(sorted(kind.__name__ for kind in kinds))
+        raise bad_request(f"prompt: a mixture of {names}: {show(prompt)}; use one kind", "prompt")
+    if kinds == {int}:
+        return [prompt]  # type: ignore[list-item]
+    return prompt  # type: ignore[return-value]
+
+
+class CompletionRenderer:
+    def __init__(self, state: ServerState, job: Job, ids: bool) -> None:
+        self._job = job
+        self._usage_field: None | msgspec.UnsetType = None if job.include_usage else msgspec.UNSET
+        top = job.params[0].logprobs
+        choices = len(job.prompts) * job.params[0].n
+        self._writers = (
+            [LogprobsWriter(state.token_texts, top, ids) for _ in range(choices)]
+            if top is not None
+            else None
+        )
+
+    def chunks(
+        self, choice: int, output: CompletionOutput, usage: Usage | None
+    ) -> Iterator[CompletionResponse]:
+        if output.text or output.finish_reason or (self._writers and output.token_ids):
+            yield self._response([self._choice(choice, output)], usage or self._usage_field)
+
+    def usage_chunk(self, usage: Usage) -> CompletionResponse:
+        return self._response([], usage)
+
+    def whole(self, outputs: Sequence[CompletionOutput], usage: Usage) -> CompletionResponse:
+        return self._response(
+            [self._choice(choice, output) for choice, output in enumerate(outputs)], usage
+        )
+
+    def _choice(self, choice: int, output: CompletionOutput) -> CompletionChoice:
+        return CompletionChoice(
+            index=choice,
+            text=output.text,
+            logprobs=self._logprobs(choice, output),
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+        )
+
+    def _logprobs(self, choice: int, output: CompletionOutput) -> CompletionLogprobs | None:
+        if self._writers is None:
+            return None
+        return self._writers[choice].completion(output.token_ids, output.logprobs or [])
+
+    def _response(
+        self, choices: list[CompletionChoice], usage: Usage | None | msgspec.UnsetType
+    ) -> CompletionResponse:
+        job = self._job
+        return CompletionResponse(
+            id=job.id, created=job.created, model=job.model, choices=choices, usage=usage
+        )

@@ -1,0 +1,80 @@
+"""What the server needs of an engine. ``AsyncLLMEngine`` fits; so does a test's fake."""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
+
+from vllm_lite.outputs import RequestOutput
+from vllm_lite.sampling_params import SamplingParams
+from vllm_lite.stats import EngineStats
+
+
+class TokenizerLike(Protocol):
+    """Methods may be called from several threads at once."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class ModelConfigLike(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]: ...
+
+
+class EngineConfigLike(Protocol):
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def served_model_names(self) -> Sequence[str]: ...
+
+
+class EngineLike(Protocol):
+    """See ``AsyncLLMEngine`` for the contract of each call."""
+
+    @property
+    def tokenizer(self) -> TokenizerLike: ...
+
+    @property
+    def model_config(self) -> ModelConfigLike: ...
+
+    @property
+    def config(self) -> EngineConfigLike: ...
+
+    def generate(
+        self,
+        prompt: list[int],
+        sampling_params: SamplingParams,
+        request_id: str,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Closing the generator aborts the request.
+
+        Raises before its first output ``ValueError``, ``QueueFullError`` or ``EngineDeadError``; later
+        ``EngineError`` when the request failed.
+        """
+        ...
+
+    def health(self) -> str | None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def drain(self) -> None: ...

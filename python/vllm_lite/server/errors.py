@@ -1,0 +1,122 @@
+"""Every error answer has OpenAI's shape: ``{"error": {message, type, param, code}}``."""
+
+import math
+import re
+import reprlib
+from collections.abc import Mapping
+
+import msgspec
+
+from vllm_lite.errors import EngineDeadError, EngineError, QueueFullError
+
+
+class ErrorInfo(msgspec.Struct, kw_only=True):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorResponse(msgspec.Struct, kw_only=True):
+    error: ErrorInfo
+
+
+class ApiError(Exception):
+    """An error with its HTTP status; ``param`` is the request field at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.info = ErrorInfo(message=message, type=type, param=param, code=code)
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(ErrorResponse(error=self.info))
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def show(value: object) -> str:
+    """A value for an error message, never long."""
+    return _SHOW.repr(value)
+
+
+def unavailable(message: str) -> ApiError:
+    return ApiError(503, message, type="service_unavailable_error", code="service_unavailable")
+
+
+def from_exception(error: Exception, *, started: bool = False) -> ApiError | None:
+    """The answer to an engine's exception; None for one that no request should cause (a bug: 500).
+
+    ``started``: the engine has already given output, so a ``ValueError`` no longer means bad input.
+    """
+    match error:
+        case ApiError():
+            return error
+        case QueueFullError():
+            seconds = max(1, math.ceil(error.retry_after))
+            return ApiError(
+                429,
+                str(error),
+                type="rate_limit_error",
+                code="rate_limit_exceeded",
+                headers={"retry-after": str(seconds)},
+            )
+        case EngineDeadError():
+            return unavailable(str(error) or "the engine is not running")
+        case EngineError():
+            message = str(error) or "the engine failed on this request"
+            return ApiError(500, message, type="server_error", code="engine_error")
+        case ValueError() if not started:
+            return bad_request(str(error))
+    return None
+
+
+def internal_error() -> ApiError:
+    return ApiError(
+        500, "internal error; the server's log has the details", type="server_error", code="internal"
+    )
+
+
+def from_decode_error(error: Exception, body: bytes) -> ApiError:
+    """Names the field that a request body broke, with the value found there."""
+    if isinstance(error, RecursionError):
+        return bad_request("the request body is nested too deeply", code="invalid_json")
+    text = str(error)
+    if not isinstance(error, msgspec.ValidationError):
+        return bad_request(f"the request body is not valid JSON: {text}", code="invalid_json")
+    what, _, where = text.partition(" - at ")
+    path = where.removeprefix("`key` in ").strip("`").removeprefix("$").removeprefix(".")
+    if not path:
+        return bad_request(f"the request body must be a JSON object: {what}")
+    found = _value_at(body, path)
+    got = f"; got {show(found)}" if found is not _NOWHERE and "got" not in what else ""
+    if found is not _NOWHERE and "got" in what:
+        got = f" {show(found)}"
+    return bad_request(f"{path}: {what}{got}", param=re.split(r"\.\.\.|\[\.\.\.", path)[0])
+
+
+_SHOW = reprlib.Repr(maxstring=80, maxother=80, maxlong=40, maxlevel=3)
+_NOWHERE = object()
+
+
+def _value_at(body: bytes, path: str) -> object:
+    """The value at ``a.b[0].c``; ``_NOWHERE`` where the path does not say which (``[...]``)."""
+    try:
+        value = msgspec.json.decode(body)
+        for name, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
+            value = value[name] if name else value[int(index)]
+    except (ValueError, LookupError, TypeError, RecursionError, msgspec.DecodeError):
+        return _NOWHERE
+    return value

@@ -1,0 +1,290 @@
+"""Runs one generation request and writes its answer, streamed or whole.
+
+The whole life of an answer is in ``GenerationResponse``: it starts the engine's generators, picks the status from
+what comes first, and closes the generators as soon as the client goes away, which aborts the request.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, suppress
+from typing import Protocol, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from vllm_lite.errors import EngineError
+from vllm_lite.outputs import CompletionOutput, RequestOutput
+from vllm_lite.sampling_params import SamplingParams
+from vllm_lite.server.errors import ApiError, from_exception, internal_error, unavailable
+from vllm_lite.server.protocol import PromptTokensDetails, Usage
+from vllm_lite.server.state import ServerState
+
+logger = logging.getLogger("vllm_lite.server")
+
+# Above this many tokens and alternatives an answer is rendered in a thread, away from the event loop.
+_LARGE_ANSWER = 4096
+# How long a client that does not read may hold up the last error event.
+_LAST_WORDS = 1.0
+
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+T = TypeVar("T")
+
+
+class Job(msgspec.Struct, kw_only=True):
+    """A checked request: one engine request per prompt, ``params[i].n`` choices each."""
+
+    id: str
+    model: str
+    created: int
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    priority: int
+    stream: bool
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
+class Renderer(Protocol):
+    """An endpoint's shapes. ``choice`` counts over all prompts: prompt x n + sample."""
+
+    def chunks(
+        self, choice: int, output: CompletionOutput, usage: Usage | None
+    ) -> Iterator[msgspec.Struct]:
+        """Stream chunks for what is new; none when there is nothing to tell."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> msgspec.Struct: ...
+
+    def whole(self, outputs: Sequence[CompletionOutput], usage: Usage) -> msgspec.Struct:
+        """The plain answer; ``outputs`` in the order of choices."""
+        ...
+
+
+class GenerationResponse(Response):
+    """An ASGI answer. In a stream an engine's error is the last event; no ``[DONE]`` follows it."""
+
+    def __init__(self, state: ServerState, job: Job, renderer: Renderer) -> None:
+        self.background = None
+        self._state = state
+        self._job = job
+        self._renderer = renderer
+        self._started = False  # the status line is out
+        self._complete = False  # the last byte is out or on its way
+        self._has_output = False
+        self._aborted = False
+        self._work: asyncio.Task[None] | None = None
+        self._cached = [0] * len(job.prompts)
+        self._generated = 0
+
+    def abort(self) -> None:
+        """Ends the request with an error that says the server stops."""
+        self._aborted = True
+        if self._work is not None:
+            self._work.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._state.stopped:  # the grace time ended while the request was being parsed
+            await self._last_words(send, _shutting_down())
+            return
+        self._work = asyncio.create_task(self._run(send))
+        gone = asyncio.create_task(_disconnected(receive))
+        self._state.active.add(self)
+        try:
+            await asyncio.wait({self._work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            self._work.cancel()
+            await asyncio.gather(self._work, gone, return_exceptions=True)
+            self._state.active.discard(self)
+        if self._aborted and not self._complete:
+            await self._last_words(send, _shutting_down())
+
+    async def _run(self, send: Send) -> None:
+        try:
+            if self._job.stream:
+                await self._stream(send)
+            else:
+                await self._plain(send)
+        except OSError:
+            return  # the connection broke while sending
+        except Exception as exception:
+            known = from_exception(exception, started=self._has_output)
+            if known is None:
+                logger.exception("request %s failed", self._job.id)
+            await self._last_words(send, known or internal_error())
+
+    async def _last_words(self, send: Send, error: ApiError) -> None:
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS):
+                await self._send_error(send, error)
+
+    async def _stream(self, send: Send) -> None:
+        job = self._job
+        encode = self._state.encoder.encode
+        n = job.params[0].n
+        async with aclosing(self._outputs()) as outputs:
+            async for prompt_index, output in outputs:
+                self._count(prompt_index, output)
+                usage = self._usage() if job.continuous_usage else None
+                events = bytearray()
+                for sample in output.outputs:
+                    choice = prompt_index * n + sample.index
+                    for chunk in self._renderer.chunks(choice, sample, usage):
+                        events += b"data: " + encode(chunk) + b"\n\n"
+                if events or not self._started:
+                    await self._send_events(send, bytes(events), more=True)
+        last = b"data: [DONE]\n\n"
+        if job.include_usage:
+            last = b"data: " + encode(self._renderer.usage_chunk(self._usage())) + b"\n\n" + last
+        await self._send_events(send, last, more=False)
+
+    async def _plain(self, send: Send) -> None:
+        n = self._job.params[0].n
+        choices: list[CompletionOutput | None] = [None] * (len(self._job.prompts) * n)
+        async with aclosing(self._outputs()) as outputs:
+            async for prompt_index, output in outputs:
+                self._count(prompt_index, output)
+                for sample in output.outputs:
+                    choices[prompt_index * n + sample.index] = sample
+        complete = [choice for choice in choices if choice is not None]  # _one() has checked
+        usage = self._usage()
+
+        def render() -> bytes:
+            return self._state.encoder.encode(self._renderer.whole(complete, usage))
+
+        weight = self._generated * (1 + (self._job.params[0].logprobs or 0))
+        body = await self._state.offload(render) if weight > _LARGE_ANSWER else render()
+        await self._send_body(send, 200, body)
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Outputs of all prompts as they come, each with its prompt's index."""
+        prompts = len(self._job.prompts)
+        if prompts == 1:
+            source: AsyncGenerator[tuple[int, RequestOutput], None] = self._one(0)
+        else:
+            source = merge([self._one(index) for index in range(prompts)])
+        async with aclosing(source) as outputs:
+            async for item in outputs:
+                self._has_output = True
+                yield item
+
+    async def _one(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        job = self._job
+        request_id = job.id if len(job.prompts) == 1 else f"{job.id}-{index}"
+        prompt = job.prompts[index]
+        watch = self._state.metrics.watch(len(prompt), job.stream)
+        reason = "abort"
+        finished: list[str] = []
+        try:
+            async with aclosing(
+                self._state.engine.generate(prompt, job.params[index], request_id, job.priority)
+            ) as outputs:
+                async for output in outputs:
+                    watch.output(output)
+                    for sample in output.outputs:
+                        if sample.finish_reason in ("abort", "error"):
+                            raise EngineError(f"the engine ended the request: {sample.finish_reason}")
+                        if sample.finish_reason is not None:
+                            finished.append(sample.finish_reason)
+                    yield index, output
+            n = job.params[index].n
+            if len(finished) != n:
+                raise EngineError(f"the engine finished {len(finished)} of {n} samples")
+            reason = finished[-1]
+        except Exception:
+            reason = "error"
+            raise
+        finally:
+            watch.finish(reason)
+
+    def _count(self, prompt_index: int, output: RequestOutput) -> None:
+        cached = self._cached
+        cached[prompt_index] = max(cached[prompt_index], output.num_cached_tokens)
+        for sample in output.outputs:
+            self._generated += len(sample.token_ids)
+
+    def _usage(self) -> Usage:
+        prompt = sum(map(len, self._job.prompts))
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=self._generated,
+            total_tokens=prompt + self._generated,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached)),
+        )
+
+    async def _send_error(self, send: Send, error: ApiError) -> None:
+        if not self._started:
+            await self._send_body(send, error.status, error.body(), error.headers)
+        elif not self._complete:
+            await self._send_events(send, b"data: " + error.body() + b"\n\n", more=False)
+
+    async def _send_events(self, send: Send, events: bytes, *, more: bool) -> None:
+        if not self._started:
+            self._started = True
+            start: Message = {"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS}
+            await send(start)
+        self._complete = not more
+        await send({"type": "http.response.body", "body": events, "more_body": more})
+
+    async def _send_body(
+        self, send: Send, status: int, body: bytes, headers: dict[str, str] | None = None
+    ) -> None:
+        self._started = self._complete = True
+        raw = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            *((name.encode(), value.encode()) for name, value in (headers or {}).items()),
+        ]
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Items of all sources in the order they come; the first exception ends it and closes all.
+
+    The queue is bounded, so a slow reader slows the sources instead of filling memory.
+    """
+    queue: asyncio.Queue[tuple[T] | Exception | None] = asyncio.Queue(maxsize=len(sources))
+
+    async def pump(source: AsyncGenerator[T, None]) -> None:
+        end: Exception | None = None
+        try:
+            async with aclosing(source):
+                async for item in source:
+                    await queue.put((item,))
+        except Exception as error:
+            end = error
+        await queue.put(end)
+
+    tasks = [asyncio.create_task(pump(source)) for source in sources]
+    try:
+        left = len(tasks)
+        while left:
+            entry = await queue.get()
+            if entry is None:
+                left -= 1
+            elif isinstance(entry, Exception):
+                raise entry
+            else:
+                yield entry[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _shutting_down() -> ApiError:
+    return unavailable("the server is shutting down; send the request again")
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,102 @@
+"""Log-probabilities in OpenAI's two shapes.
+
+A token's ``bytes`` are its own, its text those bytes decoded alone: a token that holds part of a character shows
+U+FFFD there, and the bytes of neighbours joined give the character.
+"""
+
+import codecs
+import math
+
+from vllm_lite.outputs import Logprob
+from vllm_lite.server.engine import TokenizerLike
+from vllm_lite.server.protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+
+# JSON has no infinity: a masked token's log-probability is sent as this. Finite values are never changed.
+LOGPROB_FLOOR = -9999.0
+
+Position = dict[int, Logprob]
+
+
+def finite(value: float) -> float:
+    return value if math.isfinite(value) else LOGPROB_FLOOR
+
+
+class TokenTexts:
+    """Token id to text and bytes, remembered (at most one entry per token of the vocabulary)."""
+
+    def __init__(self, tokenizer: TokenizerLike) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = tokenizer.vocab_size
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def __call__(self, token_id: int) -> tuple[str, bytes]:
+        entry = self._known.get(token_id)
+        if entry is None:
+            # A model's vocabulary may be padded past the tokenizer's: those ids have no text.
+            data = self._tokenizer.token_bytes(token_id) if token_id < self._vocab_size else b""
+            entry = self._known[token_id] = (data.decode("utf-8", "replace"), data)
+        return entry
+
+
+class LogprobsWriter:
+    """Writes one choice's log-probabilities, piece by piece in order.
+
+    ``top``: alternatives per position. ``ids``: show tokens as ``token_id:<id>`` (vLLM's
+    ``return_tokens_as_token_ids``).
+    """
+
+    def __init__(self, texts: TokenTexts, top: int, ids: bool) -> None:
+        self._texts = texts
+        self._top = top
+        self._ids = ids
+        # Offsets follow the text: a character counts where its last byte arrives.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def chat(self, token_ids: list[int], positions: list[Position]) -> ChatLogprobs:
+        content = []
+        for token_id, position in zip(token_ids, positions, strict=True):
+            top = []
+            for other, logprob in self._best(position):
+                text, data = self._token(other)
+                top.append(TopLogprob(token=text, logprob=finite(logprob), bytes=list(data)))
+            text, data = self._token(token_id)
+            content.append(
+                TokenLogprob(
+                    token=text,
+                    logprob=finite(position[token_id].logprob),
+                    bytes=list(data),
+                    top_logprobs=top,
+                )
+            )
+        return ChatLogprobs(content=content)
+
+    def completion(self, token_ids: list[int], positions: list[Position]) -> CompletionLogprobs:
+        out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for token_id, position in zip(token_ids, positions, strict=True):
+            text, data = self._token(token_id)
+            chosen = finite(position[token_id].logprob)
+            # Two tokens may share a text (parts of characters); the likelier one keeps the key.
+            top: dict[str, float] = {}
+            for other, logprob in self._best(position):
+                top.setdefault(self._token(other)[0], finite(logprob))
+            top.setdefault(text, chosen)  # OpenAI adds the chosen token when it is not among the top
+            out.tokens.append(text)
+            out.token_logprobs.append(chosen)
+            out.top_logprobs.append(top)
+            out.text_offset.append(self._offset)
+            self._offset += len(self._decoder.decode(data))
+        return out
+
+    def _token(self, token_id: int) -> tuple[str, bytes]:
+        text, data = self._texts(token_id)
+        return (f"token_id:{token_id}" if self._ids else text), data
+
+    def _best(self, position: Position) -> list[tuple[int, float]]:
+        """The ``top`` likeliest, likeliest first; the engine adds the chosen token when it is not one of them."""
+        if not self._top:
+            return []
+        ranked = sorted(
+            position.items(), key=lambda item: (-finite(item[1].logprob), item[1].rank or 0, item[0])
+        )
+        return [(token_id, entry.logprob) for token_id, entry in ranked[: self._top]]

@@ -1,0 +1,290 @@
+"""Request and response bodies, in OpenAI's shapes with vLLM's extensions.
+
+Every optional request field takes null for "left out". Types and ranges stand in the annotations, so that
+decoding checks them and ``/openapi.json`` tells the same. Unknown fields are ignored, as OpenAI does; fields
+that are known but not supported are declared too (``Unsupported``), so that they can be refused by name.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+Unsupported = Annotated[Any, Meta(description="Not supported yet: only null or the value for 'off'.")]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+NonNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+StopString = Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What both generation endpoints take."""
+
+    model: str | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None  # wins over max_tokens
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0: off
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    n: Positive | None = None
+    seed: Int64 | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[NonNegative, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    allowed_token_ids: Annotated[list[NonNegative], Meta(min_length=1)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[NonNegative], Meta(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: NonNegative | None = None
+    skip_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    priority: Int32 | None = None  # lower runs first
+
+    best_of: Positive | None = None  # only equal to n
+    bad_words: Unsupported = None
+    cache_salt: Unsupported = None
+    echo: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    kv_transfer_params: Unsupported = None
+    length_penalty: Unsupported = None
+    logits_processors: Unsupported = None
+    prompt_logprobs: Unsupported = None
+    response_format: Unsupported = None
+    return_token_ids: Unsupported = None
+    spaces_between_special_tokens: Unsupported = None
+    structured_outputs: Unsupported = None
+    structural_tag: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
+    use_beam_search: Unsupported = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    add_special_tokens: bool | None = None
+
+    prompt_embeds: Unsupported = None
+    suffix: Unsupported = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """Only ``text`` parts are supported."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str | dict[str, Any]  # a JSON object, as text or itself
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    type: str
+    function: ToolFunction
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None  # with tool_choice 'none'
+    tool_choice: str | dict[str, Any] | None = None
+
+    add_special_tokens: Unsupported = None
+    audio: Unsupported = None
+    chat_template: Unsupported = None
+    documents: Unsupported = None
+    function_call: Unsupported = None
+    functions: Unsupported = None
+    mm_processor_kwargs: Unsupported = None
+    modalities: Unsupported = None
+    reasoning_effort: Unsupported = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None
+
+
+# The values, beside null, that ask nothing of a feature that is not there.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),
+    "bad_words": ([],),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+}
+
+
+def unsupported_fields(request_type: type[GenerationRequest]) -> tuple[str, ...]:
+    return tuple(f.name for f in msgspec.structs.fields(request_type) if f.type is Unsupported)
+
+
+# -- responses ------------------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """One entry per token in each list. ``text_offset`` counts characters of the choice's own text."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None  # the stop string or token id that matched; null for EOS
+
+
+class CompletionResponse(msgspec.Struct, kw_only=True):
+    """Whole answer or stream chunk: ``usage`` is left out of chunks unless asked for."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None | UnsetType = UNSET
+
+
+class TopLogprob(msgspec.Struct, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class ResponseMessage(msgspec.Struct, kw_only=True):
+    role: str = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: ResponseMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str
+    stop_reason: int | str | None = None
+
+
+class ChatResponse(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, kw_only=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None | UnsetType = UNSET  # in the chunk that finishes
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "vllm_lite"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: str = "list"
+    data: list[ModelCard]

@@ -1,0 +1,168 @@
+"""From a request's fields to ``SamplingParams``, with every check that needs the model or the engine's limits."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from vllm_lite.sampling_params import RequestOutputKind, SamplingParams
+from vllm_lite.server.engine import EngineLike
+from vllm_lite.server.errors import ApiError, bad_request, show
+from vllm_lite.server.protocol import (
+    NEUTRAL,
+    GenerationRequest,
+    unsupported_fields,
+)
+
+# Fields of the same name and meaning on both sides; null takes the model's default, then the class's.
+_SAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+)
+_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def refuse_unsupported(request: GenerationRequest) -> None:
+    for name in unsupported_fields(type(request)):
+        value = getattr(request, name)
+        if value is None or any(
+            type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(name, ())
+        ):
+            continue
+        raise bad_request(
+            f"{name}: {show(value)} is not supported by this server; leave the field out",
+            name,
+            "unsupported_parameter",
+        )
+    n = request.n or 1
+    if request.best_of is not None and request.best_of != n:
+        raise bad_request(
+            f"best_of: {request.best_of} is not supported; it must equal n ({n}) or be left out",
+            "best_of",
+            "unsupported_parameter",
+        )
+    if request.stream_options is not None:
+        if not request.stream:
+            raise bad_request("stream_options: allowed only with stream true", "stream_options")
+        options = request.stream_options
+        if options.continuous_usage_stats and not options.include_usage:
+            raise bad_request(
+                "stream_options.continuous_usage_stats: needs stream_options.include_usage true",
+                "stream_options",
+            )
+
+
+def served_name(engine: EngineLike, asked: str | None) -> str:
+    """The model name for the answer; 404 for a model that is not served."""
+    names = engine.config.served_model_names
+    if asked is None:
+        return names[0]
+    if asked not in names:
+        raise ApiError(
+            404,
+            f"model: {show(asked)} is not served here; served: {', '.join(names)}",
+            param="model",
+            code="model_not_found",
+        )
+    return asked
+
+
+def check_choices(prompts: int, n: int, limit: int, param: str) -> None:
+    if prompts * n > limit:
+        raise bad_request(
+            f"{param}: {prompts} prompts x n={n} ask for {prompts * n} choices; the limit is {limit}", param
+        )
+
+
+def sampling_params(
+    request: GenerationRequest, engine: EngineLike, *, logprobs: int | None, max_tokens: int
+) -> SamplingParams:
+    """``max_tokens`` here is provisional: ``for_prompt`` sets each prompt's own."""
+    fields: dict[str, Any] = {}
+    defaults = engine.model_config.generation_defaults
+    for name in _SAME:
+        value = getattr(request, name)
+        if value is None and name in _MODEL_DEFAULTS:
+            value = defaults.get(name)
+        if value is not None:
+            fields[name] = value
+    if fields.get("top_k") == -1:
+        fields["top_k"] = 0
+    vocab_size = engine.model_config.vocab_size
+    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        check_token_ids(fields.get(name) or (), vocab_size, name)
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    if request.min_tokens is not None and request.min_tokens > max_tokens:
+        raise bad_request(
+            f"min_tokens: {request.min_tokens} is above the {max_tokens} tokens that this request may generate;"
+            " lower it or raise max_tokens",
+            "min_tokens",
+        )
+    try:
+        return SamplingParams(logprobs=logprobs, max_tokens=max_tokens, output_kind=kind, **fields)
+    except ValueError as error:
+        # Its messages begin with the field's name.
+        first = str(error).split(maxsplit=1)[0].strip(":`'\"") if str(error) else ""
+        raise bad_request(str(error), first if hasattr(request, first) else None) from error
+
+
+def check_token_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise bad_request(
+                f"{param}: token id {show(token_id)} is outside the vocabulary (0..{vocab_size - 1})", param
+            )
+
+
+def output_length(
+    request: GenerationRequest, prompt_length: int, max_model_len: int, default: int | None, param: str
+) -> int:
+    """How many tokens may be generated; ``default`` None: as many as fit.
+
+    A length that was asked for must fit whole; a default is cut to what is left.
+    """
+    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    asked = getattr(request, name)
+    left = max_model_len - prompt_length
+    if left < 1:
+        output = f"{asked} output tokens were asked for" if asked else "at least 1 output token is needed"
+        raise bad_request(
+            f"{param}: the prompt has {prompt_length} tokens and {output}, but the model's context"
+            f" (max_model_len) is {max_model_len} tokens; shorten the prompt",
+            param,
+            "context_length_exceeded",
+        )
+    if asked is None:
+        return left if default is None else min(default, left)
+    if asked > left:
+        raise bad_request(
+            f"{name}: {asked} output tokens after a prompt of {prompt_length} tokens exceed the model's context"
+            f" (max_model_len) of {max_model_len} tokens; ask for at most {left} or shorten the prompt",
+            name,
+            "context_length_exceeded",
+        )
+    return int(asked)
+
+
+def for_prompts(params: SamplingParams, lengths: list[int]) -> list[SamplingParams]:
+    return [
+        params
+        if length == params.max_tokens
+        else msgspec.structs.replace(params, max_tokens=length)
+        for length in lengths
+    ]
