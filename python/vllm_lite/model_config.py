@@ -171,7 +171,7 @@ def _head_size(fields: Fields, architecture: str, hidden_size: int, num_heads: i
 
 
 def _layer_windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int, ...]:
-    """transformers' rules: no window in Llama; in Qwen with use_sliding_window; in Mistral everywhere.
+    """transformers' rules: none in Llama; in Qwen with use_sliding_window; in Mistral everywhere.
 
     A list ``layer_types`` decides layer by layer where there is a window.
     """

@@ -15,7 +15,7 @@ from vllm_lite.model_config import ModelConfig
 
 
 class Attention:
-    """q, k, v projection; head norms where the model has them; rope; attention; output projection."""
+    """q, k, v projection; head norms where the model has them; rope; attention; projection."""
 
     def __init__(
         self,

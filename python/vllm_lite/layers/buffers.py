@@ -31,7 +31,7 @@ class StepBuffers:
         self.resize(0)
 
     def resize(self, num_tokens: int) -> None:
-        """Points every buffer at memory for ``num_tokens``; a change leaves the contents undefined."""
+        """Points all buffers at memory for ``num_tokens``; a change leaves them undefined."""
         if num_tokens == self.num_tokens:
             return
         if num_tokens > self._capacity:

@@ -100,7 +100,7 @@ class GgufCheckpoint:
 
 
 def _hugging_face_name(name: str) -> str:
-    """E.g. ``model.layers.3.self_attn.q_proj.weight`` for ``blk.3.attn_q.weight``; unknown: as it is."""
+    """``blk.3.ffn_up.weight``: ``model.layers.3.mlp.up_proj.weight``; unknown names stay."""
     parts = name.split(".")
     if len(parts) == 2 and parts[0] in _TOP:
         return f"{_TOP[parts[0]]}.{parts[1]}"

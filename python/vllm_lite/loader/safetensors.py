@@ -96,8 +96,8 @@ def _no_weights(directory: Path) -> str:
     pickled += sorted(path.name for path in directory.glob("*.pt*"))
     if pickled:
         return (
-            f"{directory}: holds weights only as {pickled[0]}; loading it could run code that is
-            hidden in it, " "so only safetensors is read. Convert it with transformers: "
+            f"{directory}: holds weights only as {pickled[0]}; loading it could run "
+            "code hidden in it, so only safetensors is read. Convert it with transformers: "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
     return f"{directory}: holds neither {_SINGLE} nor {_INDEX}"

@@ -36,7 +36,7 @@ class DecoderLayer:
 
 
 class LlamaForCausalLM:
-    """Parameters are undefined until the ``slots`` are filled. Steps share buffers: one at a time."""
+    """Parameters are undefined until the ``slots`` are filled. Steps share their buffers."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class LlamaForCausalLM:
             yield Slot("lm_head.weight", self._lm_head)
 
     def is_ignorable(self, name: str) -> bool:
-        """Whether a checkpoint may hold a tensor that no slot takes, as it repeats what is known."""
+        """Whether a tensor that no slot takes may be there, as it repeats what is known."""
         tied_head = name == "lm_head.weight" and self.config.tie_word_embeddings
         return tied_head or name.endswith(".rotary_emb.inv_freq")
 
