@@ -44,5 +44,5 @@ class StepBuffers:
         self.residual, self.normed, self.projected = views[:3]  # projected: what a block adds
         self.qkv, self.attended, self.gate_up, self.activated = views[3:]
         heads = self.qkv.view(num_tokens, sum(self._heads), self._head_size)
-        self.query, self.key, self.value = heads.split(self._heads, dim=1)
+        self.query, self.key, self.value = torch.split(heads, self._heads, dim=1)
         self.attended_heads = self.attended.view(num_tokens, self._heads[0], self._head_size)

@@ -32,4 +32,9 @@ class Linear:
 
     def __call__(self, out: torch.Tensor, input: torch.Tensor) -> None:
         """input: ``[num_tokens, in_features]``; out: ``[num_tokens, rows]``."""
-        torch.nn.functional.linear(input, self.weight, self.bias, out=out)
+        torch.nn.functional.linear(
+            input,
+            self.weight,
+            self.bias,
+            out=out,  # type: ignore[call-arg]  # the stub lacks it
+        )

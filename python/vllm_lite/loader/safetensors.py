@@ -70,7 +70,7 @@ class SafetensorsCheckpoint:
     def _open(self, path: Path, indexed: set[str] | None) -> None:
         """``indexed``: the tensors that the index puts into this file."""
         try:
-            file = safe_open(str(path), framework="pt")
+            file: Any = safe_open(str(path), framework="pt")
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         except FileNotFoundError as error:
             raise ValueError(f"{path}: the file is missing, though {_INDEX} names it") from error
