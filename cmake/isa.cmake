@@ -10,7 +10,9 @@ function(vl_add_isa_sources target)
     add_library(${objects} OBJECT ${ARGN})
     target_compile_definitions(${objects} PRIVATE VL_ISA=${isa} VL_ISA_${isa}=1)
     # -fno-math-errno -fno-trapping-math let loops vectorise; neither changes a result.
-    target_compile_options(${objects} PRIVATE -O3 -fno-math-errno -fno-trapping-math
+    # -ffp-contract=off: else two inlined copies of one expression may round differently, and a row's
+    # bits would depend on which of them computed it.
+    target_compile_options(${objects} PRIVATE -O3 -fno-math-errno -fno-trapping-math -ffp-contract=off
                                               ${VL_ISA_FLAGS_${isa}})
     target_include_directories(${objects} PRIVATE ${PROJECT_SOURCE_DIR}/csrc)
     target_sources(${target} PRIVATE $<TARGET_OBJECTS:${objects}>)

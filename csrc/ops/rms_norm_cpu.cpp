@@ -1,5 +1,7 @@
 #include "ops/ops.h"
-#include "core/check.h"
+
 namespace vllm_lite {
-void rms_norm_cpu(const RmsNormParams&) { throw Error("rms_norm: not built"); }
-}
+
+void rms_norm_cpu(const RmsNormParams& params) { VL_DISPATCH_ISA(rms_norm, params) }
+
+}  // namespace vllm_lite

@@ -1,5 +1,18 @@
-#include "ops/ops.h"
+#include <string>
+
 #include "core/check.h"
+#include "ops/ops.h"
+
 namespace vllm_lite {
-void rope_cpu(const RopeParams&) { throw Error("rope: not built"); }
+
+void rope_cpu(const RopeParams& params) {
+  for (int32_t i = 0; i < params.num_tokens; ++i) {
+    const int32_t position = params.positions[i];
+    VL_CHECK(position >= 0 && position < params.max_position,
+             "rope: positions[" + std::to_string(i) + "] is " + std::to_string(position) +
+                 ", but cos_sin holds positions 0 to " + std::to_string(params.max_position - 1));
+  }
+  VL_DISPATCH_ISA(rope, params)
 }
+
+}  // namespace vllm_lite

@@ -1,5 +1,329 @@
+// Sampling without a sort. Rows are independent and run in parallel; within a row every cut (top_k,
+// top_p) is found by selection over a buffer of likely candidates, in the total order (logit
+// descending, id ascending), and the survivors are named by the last of them. The vector passes are
+// in sample_isa.cpp.
+#include <algorithm>
+#include <bit>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "core/parallel_for.h"
 #include "ops/ops.h"
-#include "core/check.h"
+#include "ops/sample_passes.h"
+
 namespace vllm_lite {
-void sample_cpu(const SampleParams&) { throw Error("sample: not built"); }
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// A logit and its id as one integer whose ascending order is (logit descending, id ascending).
+struct Key {
+  uint64_t bits;
+
+  Key(float logit, int32_t id) {
+    const uint32_t raw = std::bit_cast<uint32_t>(logit + 0.0f);  // -0 equals +0
+    const uint32_t ascending = raw & 0x80000000u ? ~raw : raw | 0x80000000u;
+    bits = static_cast<uint64_t>(~ascending) << 32 | static_cast<uint32_t>(id);
+  }
+  float logit() const {
+    const uint32_t ascending = ~static_cast<uint32_t>(bits >> 32);
+    return std::bit_cast<float>(ascending & 0x80000000u ? ascending & 0x7fffffffu : ~ascending);
+  }
+  int32_t id() const { return static_cast<int32_t>(bits & 0xffffffffu); }
+  friend bool operator<(Key a, Key b) { return a.bits < b.bits; }
+};
+
+struct Weighted {
+  Key key;
+  int64_t weight;
+  friend bool operator<(const Weighted& a, const Weighted& b) { return a.key < b.key; }
+};
+
+// Buffers of one thread; they grow to the vocabulary once.
+struct Scratch {
+  std::vector<float> logits;
+  std::vector<float> values;
+  std::vector<int32_t> ids;
+  std::vector<int64_t> weights;
+  std::vector<Key> keys;
+  std::vector<Weighted> weighted;
+};
+
+const SamplePasses& current_passes() {
+  switch (current_isa()) {
+    case Isa::kAvx512:
+      return avx512::kSamplePasses;
+    case Isa::kAvx2:
+      return avx2::kSamplePasses;
+    case Isa::kPortable:
+      break;
+  }
+  return portable::kSamplePasses;
 }
+
+class RowSampler {
+ public:
+  RowSampler(const SampleParams& params, int32_t index, Scratch& scratch)
+      : params_(params),
+        index_(index),
+        row_(params.rows[index]),
+        size_(params.vocab_size),
+        raw_(params.logits + index * params.logits_stride),
+        passes_(current_passes()),
+        scratch_(scratch) {}
+
+  void run() {
+    write_failure();
+    if (row_ < 0 || row_ >= params_.max_rows) return;
+    const Peak raw_peak = passes_.find_peak(raw_, size_);
+    if (raw_peak.broken || raw_peak.id < 0) return;
+    const float* x = processed_logits();
+    const Peak peak = x == raw_ ? raw_peak : passes_.find_peak(x, size_);
+    if (peak.broken || peak.id < 0) return;
+    const int32_t token = params_.temperature[row_] > 0.0f ? draw(x, peak) : peak.id;
+    params_.token_ids[index_] = token;
+    if (params_.output_counts) ++params_.output_counts[state_offset() + token];
+    if (params_.num_logprobs[row_] >= 0) write_logprobs(token, raw_peak.value);
+  }
+
+ private:
+  int64_t state_offset() const { return static_cast<int64_t>(row_) * size_; }
+  bool in_vocabulary(int32_t id) const { return id >= 0 && id < size_; }
+
+  void write_failure() {
+    params_.token_ids[index_] = -1;
+    if (params_.logprobs) params_.logprobs[index_] = -kInfinity;
+    if (params_.ranks) params_.ranks[index_] = 0;
+    if (!params_.top_ids) return;
+    const int64_t begin = static_cast<int64_t>(index_) * params_.max_logprobs;
+    std::fill_n(params_.top_ids + begin, params_.max_logprobs, -1);
+    std::fill_n(params_.top_logprobs + begin, params_.max_logprobs, -kInfinity);
+  }
+
+  bool has_list(const int32_t* start) const { return start && start[index_] < start[index_ + 1]; }
+
+  // Bias, masks and penalties on a copy; the raw row itself if there are none.
+  const float* processed_logits() {
+    const bool biased = has_list(params_.bias_start), restricted = has_list(params_.allowed_start);
+    const bool no_stop =
+        has_list(params_.stop_start) && params_.positions[index_] < params_.min_total_tokens[row_];
+    const float repetition = params_.repetition_penalty[row_];
+    const float presence = params_.presence_penalty[row_];
+    const float frequency = params_.frequency_penalty[row_];
+    const bool penalized =
+        params_.output_counts && (repetition != 1.0f || presence != 0.0f || frequency != 0.0f);
+    if (!biased && !restricted && !no_stop && !penalized) return raw_;
+    scratch_.logits.assign(raw_, raw_ + size_);
+    float* x = scratch_.logits.data();
+    if (biased) {
+      for (int32_t i = params_.bias_start[index_]; i < params_.bias_start[index_ + 1]; ++i) {
+        if (in_vocabulary(params_.bias_ids[i])) x[params_.bias_ids[i]] += params_.bias_values[i];
+      }
+    }
+    if (restricted) restrict_to_allowed(x);
+    if (no_stop) {
+      for (int32_t i = params_.stop_start[index_]; i < params_.stop_start[index_ + 1]; ++i) {
+        if (in_vocabulary(params_.stop_ids[i])) x[params_.stop_ids[i]] = -kInfinity;
+      }
+    }
+    if (penalized) {
+      passes_.penalize(x, size_, params_.output_counts + state_offset(),
+                       params_.prompt_mask + state_offset(), repetition, frequency, presence);
+    }
+    return x;
+  }
+
+  void restrict_to_allowed(float* x) {
+    const int32_t begin = params_.allowed_start[index_], end = params_.allowed_start[index_ + 1];
+    const int32_t* ids = params_.allowed_ids;
+    scratch_.values.clear();
+    for (int32_t i = begin; i < end; ++i) {
+      scratch_.values.push_back(in_vocabulary(ids[i]) ? x[ids[i]] : 0.0f);
+    }
+    std::fill_n(x, size_, -kInfinity);
+    for (int32_t i = begin; i < end; ++i) {
+      if (in_vocabulary(ids[i])) x[ids[i]] = scratch_.values[i - begin];
+    }
+  }
+
+  int32_t draw(const float* x, const Peak& peak) {
+    DrawParams draw{};
+    draw.x = x;
+    draw.size = size_;
+    draw.peak = peak;
+    // In float's range, so that the peak's 0 stays 0 and -inf stays -inf.
+    draw.scale = std::clamp(1.0f / params_.temperature[row_], FLT_MIN, FLT_MAX);
+    draw.cut_value = -kInfinity;
+    draw.cut_id = -1;
+    draw.min_scaled = -kInfinity;
+    draw.seed = params_.seeds[row_];
+    draw.position = static_cast<uint32_t>(params_.positions[index_]);
+    const float min_p = params_.min_p[row_];
+    // p >= min_p * p_max, said of logits.
+    if (min_p > 0.0f) draw.min_scaled = static_cast<float>(std::log(std::min<double>(min_p, 1.0)));
+
+    const int32_t top_k = params_.top_k[row_];
+    const float top_p = params_.top_p[row_];
+    const bool cut_k = top_k > 0 && top_k < size_, cut_p = top_p < 1.0f;
+    if (cut_k || cut_p) {
+      const Key last = cut_p ? last_of_top_p(draw, cut_k ? top_k : 0, std::max(top_p, 0.0f))
+                             : last_of_top_k(x, top_k);
+      draw.cut_value = last.logit();
+      draw.cut_id = last.id();
+    }
+    return passes_.draw(draw);
+  }
+
+  // Fills scratch_.keys with the k largest logits above -inf, in no order.
+  void collect_top_k(const float* x, int64_t k) {
+    std::vector<Key>& keys = scratch_.keys;
+    keys.clear();
+    const int64_t capacity = std::max<int64_t>(k, 1024) + kCollectRoom;
+    scratch_.ids.resize(capacity);
+    // Ids come in ascending order, so that a later logit equal to the k-th so far is not among the
+    // k largest; the threshold rises and soon lets hardly anything through.
+    float threshold = -kInfinity;
+    for (int64_t position = 0; position < size_;) {
+      int64_t count = 0;
+      position = passes_.collect_above(x, position, size_, threshold, scratch_.ids.data(), capacity,
+                                       &count);
+      for (int64_t i = 0; i < count; ++i) keys.emplace_back(x[scratch_.ids[i]], scratch_.ids[i]);
+      if (static_cast<int64_t>(keys.size()) <= k) continue;
+      std::nth_element(keys.begin(), keys.begin() + (k - 1), keys.end());
+      keys.erase(keys.begin() + k, keys.end());
+      threshold = keys.back().logit();
+    }
+  }
+
+  Key last_of_top_k(const float* x, int32_t k) {
+    collect_top_k(x, k);
+    return *std::max_element(scratch_.keys.begin(), scratch_.keys.end());
+  }
+
+  // The last key of the smallest set of likeliest tokens that holds `p` of the weight of the k
+  // likeliest (of all if k is 0).
+  Key last_of_top_p(const DrawParams& draw, int32_t k, float p) {
+    int64_t total;
+    if (k > 0) {
+      collect_top_k(draw.x, k);
+      total = weigh_keys(draw);
+    } else {
+      total = passes_.sum_weights(draw.x, size_, draw.peak.value, draw.scale);
+    }
+    const int64_t target =
+        std::min<int64_t>(total, std::llrint(std::ceil(double{p} * static_cast<double>(total))));
+    if (k == 0) {
+      collect_nucleus(draw, total - target);
+      weigh_keys(draw);
+    }
+    return crossing_key(target);
+  }
+
+  // Fills scratch_.keys with a set of the likeliest tokens whose complement weighs at most `spare`:
+  // those left out have a weight of at most spare / size each.
+  void collect_nucleus(const DrawParams& draw, int64_t spare) {
+    const double most = std::max<double>(1.0, static_cast<double>(spare / size_));
+    // What is below the threshold is so by 1 % at least; the last term is for the rounding of x.
+    const double scaled = std::log(std::ldexp(most, -kWeightBits)) - 0.01;
+    const double margin = std::abs(double{draw.peak.value}) * 0x1p-22;
+    const auto threshold =
+        static_cast<float>(draw.peak.value + scaled / double{draw.scale} - margin);
+    scratch_.ids.resize(size_ + kCollectRoom);
+    int64_t count = 0;
+    passes_.collect_above(draw.x, 0, size_, threshold, scratch_.ids.data(), size_ + kCollectRoom,
+                          &count);
+    scratch_.keys.clear();
+    for (int64_t i = 0; i < count; ++i) {
+      scratch_.keys.emplace_back(draw.x[scratch_.ids[i]], scratch_.ids[i]);
+    }
+  }
+
+  // scratch_.weighted = scratch_.keys with their weights; returns the sum.
+  int64_t weigh_keys(const DrawParams& draw) {
+    const auto count = static_cast<int64_t>(scratch_.keys.size());
+    scratch_.values.resize(count);
+    scratch_.weights.resize(count);
+    for (int64_t i = 0; i < count; ++i) scratch_.values[i] = scratch_.keys[i].logit();
+    passes_.weights(scratch_.values.data(), count, draw.peak.value, draw.scale,
+                    scratch_.weights.data());
+    scratch_.weighted.clear();
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      scratch_.weighted.push_back({scratch_.keys[i], scratch_.weights[i]});
+      total += scratch_.weights[i];
+    }
+    return total;
+  }
+
+  // The first key, in order, up to which scratch_.weighted sums to `target` or more. Halves the
+  // range that holds it: linear in its length.
+  Key crossing_key(int64_t target) {
+    auto begin = scratch_.weighted.begin(), end = scratch_.weighted.end();
+    while (end - begin > 1) {
+      const auto middle = begin + (end - begin) / 2;
+      std::nth_element(begin, middle, end);
+      int64_t below = 0;
+      for (auto i = begin; i != middle; ++i) below += i->weight;
+      if (below >= target) {
+        end = middle;
+      } else {
+        target -= below;
+        begin = middle;
+      }
+    }
+    return begin->key;
+  }
+
+  void write_logprobs(int32_t token, float max) {
+    const int64_t total = passes_.sum_weights(raw_, size_, max, 1.0f);
+    const double log_total = std::log(std::ldexp(static_cast<double>(total), -kWeightBits));
+    const auto logprob = [&](int32_t id) {
+      return static_cast<float>(double{raw_[id]} - max - log_total);
+    };
+    if (params_.logprobs) params_.logprobs[index_] = logprob(token);
+    if (params_.ranks) {
+      const int64_t above = passes_.count_above(raw_, size_, raw_[token]);
+      params_.ranks[index_] = static_cast<int32_t>(1 + above);
+    }
+    if (!params_.top_ids) return;
+    const int64_t wanted = std::min(params_.num_logprobs[row_], params_.max_logprobs);
+    const int64_t count = std::min<int64_t>(wanted, size_);
+    if (count == 0) return;
+    collect_top_k(raw_, count);
+    std::vector<Key>& keys = scratch_.keys;
+    std::sort(keys.begin(), keys.end());
+    // Fewer finite logits than asked for: the rest is -inf.
+    for (int32_t id = 0; static_cast<int64_t>(keys.size()) < count; ++id) {
+      if (raw_[id] == -kInfinity) keys.emplace_back(raw_[id], id);
+    }
+    const int64_t begin = static_cast<int64_t>(index_) * params_.max_logprobs;
+    for (int64_t i = 0; i < count; ++i) {
+      params_.top_ids[begin + i] = keys[i].id();
+      params_.top_logprobs[begin + i] = logprob(keys[i].id());
+    }
+  }
+
+  const SampleParams& params_;
+  const int32_t index_;
+  const int32_t row_;
+  const int32_t size_;
+  const float* raw_;
+  const SamplePasses& passes_;
+  Scratch& scratch_;
+};
+
+}  // namespace
+
+void sample_cpu(const SampleParams& params) {
+  parallel_for(params.num_rows, 1, [&](int64_t begin, int64_t end) {
+    thread_local Scratch scratch;
+    for (int64_t i = begin; i < end; ++i) {
+      RowSampler(params, static_cast<int32_t>(i), scratch).run();
+    }
+  });
+}
+
+}  // namespace vllm_lite

@@ -1,5 +1,7 @@
 #include "ops/ops.h"
-#include "core/check.h"
+
 namespace vllm_lite {
-void silu_mul_cpu(const SiluMulParams&) { throw Error("silu_mul: not built"); }
-}
+
+void silu_mul_cpu(const SiluMulParams& params) { VL_DISPATCH_ISA(silu_mul, params) }
+
+}  // namespace vllm_lite
