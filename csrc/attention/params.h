@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "core/dtype.h"
-#include "core/isa.h"
 
 namespace vllm_lite {
 
@@ -43,7 +42,6 @@ struct PagedAttentionParams {
   int64_t stream;          // CUDA stream; 0 on CPU
 };
 
-VL_DECLARE_ISA_KERNEL(paged_attention, PagedAttentionParams)
 void paged_attention_cpu(const PagedAttentionParams& params);
 
 }  // namespace vllm_lite

@@ -1,5 +1,7 @@
 #include "cache/store_kv.h"
-#include "core/check.h"
+
 namespace vllm_lite {
-void store_kv_cpu(const StoreKvParams&) { throw Error("store_kv: not built"); }
-}
+
+void store_kv_cpu(const StoreKvParams& params) { VL_DISPATCH_ISA(store_kv, params) }
+
+}  // namespace vllm_lite

@@ -133,25 +133,36 @@ VL_SIMD FloatVec sqrt(FloatVec a) {
 
 // Lanes are folded in halves: always the same tree.
 VL_SIMD float reduce_add(FloatVec a) {
-  float lanes[kWidth];
-  __builtin_memcpy(lanes, &a.v, sizeof(lanes));
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int half = kWidth / 2; half > 0; half /= 2) {
-#pragma GCC unroll 8
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    a.v += __builtin_shuffle(a.v, lane_index() ^ half);
   }
-  return lanes[0];
+  return a.v[0];
 }
 VL_SIMD float reduce_max(FloatVec a) {
-  float lanes[kWidth];
-  __builtin_memcpy(lanes, &a.v, sizeof(lanes));
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int half = kWidth / 2; half > 0; half /= 2) {
-#pragma GCC unroll 8
-    for (int i = 0; i < half; ++i)
-      lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    a = max(a, {__builtin_shuffle(a.v, lane_index() ^ half)});
   }
-  return lanes[0];
+  return a.v[0];
+}
+
+// rows[i] lane j becomes rows[j] lane i. Butterfly: kWidth * log2(kWidth) two-source shuffles.
+VL_SIMD void transpose(FloatVec (&rows)[kWidth]) {
+#pragma GCC unroll 4
+  for (int half = kWidth / 2; half > 0; half /= 2) {
+    const IntLanes lane = lane_index();
+    const IntLanes upper = (lane & half) != 0;
+    const IntLanes low = upper ? lane - half + kWidth : lane;
+    const IntLanes high = upper ? lane + kWidth : lane + half;
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; ++i) {
+      if ((i & half) != 0) continue;
+      const FloatLanes a = rows[i].v, b = rows[i + half].v;
+      rows[i].v = __builtin_shuffle(a, b, low);
+      rows[i + half].v = __builtin_shuffle(a, b, high);
+    }
+  }
 }
 
 // ---- one element
@@ -227,6 +238,11 @@ VL_SIMD FloatVec load(const BFloat16* p) {
   __builtin_memcpy(&halves, p, sizeof(halves));
   return from_bits(__builtin_convertvector(halves, IntLanes) << 16);
 }
+// The lower and upper element of each lane of 32 bits that holds two.
+VL_SIMD FloatVec widen_lower(IntLanes pairs, BFloat16) { return from_bits(pairs << 16); }
+VL_SIMD FloatVec widen_upper(IntLanes pairs, BFloat16) {
+  return from_bits(pairs & static_cast<int32_t>(0xffff0000u));
+}
 VL_SIMD void store(BFloat16* p, FloatVec a) {
   const IntLanes bits = bits_of(a);
   const IntLanes rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -236,16 +252,30 @@ VL_SIMD void store(BFloat16* p, FloatVec a) {
   __builtin_memcpy(p, &halves, sizeof(halves));
 }
 
-VL_SIMD FloatVec load(const Float16* p) {
+VL_SIMD FloatVec widen(HalfLanes halves, Float16) {
 #if defined(VL_ISA_avx512)
-  return {(FloatLanes)_mm512_maskz_cvtph_ps(kAllLanes, _mm256_loadu_si256((const __m256i*)p))};
+  return {(FloatLanes)_mm512_maskz_cvtph_ps(kAllLanes, (__m256i)halves)};
 #elif defined(VL_ISA_avx2)
-  return {(FloatLanes)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))};
+  return {(FloatLanes)_mm256_cvtph_ps((__m128i)halves)};
 #else
-  FloatVec a;
-  for (int i = 0; i < kWidth; ++i) a.v[i] = to_float(p[i]);
-  return a;
+  // As to_float.
+  const IntLanes bits = __builtin_convertvector(halves, IntLanes);
+  const IntLanes magnitude = bits & 0x7fff;
+  const FloatVec finite = mul(from_bits(magnitude << 13), broadcast(0x1p112f));
+  const FloatVec special = from_bits(magnitude << 13 | 0x7f800000);
+  return from_bits(bits_of(select(magnitude >= 0x7c00, special, finite)) | (bits & 0x8000) << 16);
 #endif
+}
+VL_SIMD FloatVec load(const Float16* p) {
+  HalfLanes halves;
+  __builtin_memcpy(&halves, p, sizeof(halves));
+  return widen(halves, Float16{});
+}
+VL_SIMD FloatVec widen_lower(IntLanes pairs, Float16) {
+  return widen(__builtin_convertvector(pairs & 0xffff, HalfLanes), Float16{});
+}
+VL_SIMD FloatVec widen_upper(IntLanes pairs, Float16) {
+  return widen(__builtin_convertvector(pairs >> 16 & 0xffff, HalfLanes), Float16{});
 }
 VL_SIMD void store(Float16* p, FloatVec a) {
 #if defined(VL_ISA_avx512)

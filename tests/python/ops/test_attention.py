@@ -1,0 +1,349 @@
+"""Paged attention, store_kv and copy_blocks against float64 references, and contract "row" bit for bit."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from vllm_lite import ops
+
+ISAS = ops.cpu_isas()
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Of the largest value in the row's KV. float32: the rounding of a few hundred additions and of exp.
+# 16-bit: the one rounding of the result (half a unit of epsilon), and the same again to spare.
+TOLERANCE = {
+    torch.float32: 2e-6,
+    torch.bfloat16: torch.finfo(torch.bfloat16).eps,
+    torch.float16: torch.finfo(torch.float16).eps,
+}
+
+
+@pytest.fixture(params=ISAS, autouse=True)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = ops.current_cpu_isa()
+    ops.set_cpu_isa(request.param)
+    yield request.param
+    ops.set_cpu_isa(before)
+
+
+@dataclass
+class Sequence:
+    """Contiguous keys and values of ``length`` tokens; the last ``num_query`` of them are asked."""
+
+    query: torch.Tensor  # [num_query, num_heads, head_size]
+    key: torch.Tensor  # [length, num_kv_heads, head_size]
+    value: torch.Tensor
+
+
+@dataclass
+class Options:
+    scale: float
+    sliding_window: int = 0
+    soft_cap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+
+
+def make_sequences(
+    lengths: list[tuple[int, int]],
+    num_kv_heads: int,
+    group: int,
+    head_size: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    gain: float = 1.0,
+) -> list[Sequence]:
+    """lengths: (num_query, length) pairs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).mul_(gain).to(dtype)
+
+    return [
+        Sequence(
+            normal(num_query, num_kv_heads * group, head_size),
+            normal(length, num_kv_heads, head_size),
+            normal(length, num_kv_heads, head_size),
+        )
+        for num_query, length in lengths
+    ]
+
+
+def reference(sequence: Sequence, options: Options) -> torch.Tensor:
+    query, key, value = sequence.query.double(), sequence.key.double(), sequence.value.double()
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * options.scale
+    positions = torch.arange(len(key) - len(query), len(key))
+    distance = torch.arange(len(key))[None, :] - positions[:, None]
+    if options.alibi_slopes is not None:
+        scores = scores + options.alibi_slopes.double()[:, None, None] * distance
+    if options.soft_cap > 0:
+        scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
+    hidden = distance > 0
+    if options.sliding_window:
+        hidden = hidden | (distance <= -options.sliding_window)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def run(
+    sequences: list[Sequence], options: Options, block_size: int, seed: int = 0, unused: float = math.nan
+) -> list[torch.Tensor]:
+    """Stores the sequences into a cache of shuffled blocks and attends; one result per sequence.
+
+    Slots without a token, and blocks that have fallen out of the window, hold ``unused``.
+    """
+    _, num_kv_heads, head_size = sequences[0].key.shape
+    dtype = sequences[0].key.dtype
+    num_blocks = [-(-len(s.key) // block_size) for s in sequences]
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(sum(num_blocks) + 3, generator=generator).int()
+    kv_cache = torch.full(
+        (len(order), 2, num_kv_heads, block_size, head_size), unused, dtype=dtype
+    )
+    max_rows = len(sequences) + 2
+    rows = torch.randperm(max_rows, generator=generator)[: len(sequences)].int()
+    block_tables = torch.full((max_rows, max([*num_blocks, 1]) + 1), 2**30, dtype=torch.int32)
+    used = 0
+    for row, sequence, count in zip(rows.tolist(), sequences, num_blocks, strict=True):
+        blocks = order[used : used + count]
+        used += count
+        block_tables[row, :count] = blocks
+        tokens = torch.arange(len(sequence.key))
+        slots = blocks[tokens // block_size].long() * block_size + tokens % block_size
+        ops.store_kv(sequence.key, sequence.value, kv_cache, slots)
+        if options.sliding_window:
+            first_seen = len(sequence.key) - len(sequence.query) + 1 - options.sliding_window
+            for block in range(max(0, first_seen) // block_size):
+                kv_cache[block_tables[row, block]] = unused
+                block_tables[row, block] = 2**30
+    # query and out are views into wider rows, as a fused qkv projection leaves them.
+    query = torch.cat([s.query for s in sequences])
+    heads = query.shape[1]
+    wide = torch.full((len(query), heads + 2 * num_kv_heads, head_size), math.nan, dtype=dtype)
+    wide[:, :heads] = query
+    out = torch.full((len(query), heads + 1, head_size), math.nan, dtype=dtype)
+    query_start = torch.tensor([0, *[len(s.query) for s in sequences]]).cumsum(0).int()
+    seq_lens = torch.tensor([len(s.key) for s in sequences], dtype=torch.int32)
+    ops.paged_attention(
+        out[:, :heads], wide[:, :heads], kv_cache, block_tables, rows, query_start, seq_lens,
+        options.scale, options.sliding_window, options.soft_cap, options.alibi_slopes,
+    )  # fmt: skip
+    assert out[:, heads:].isnan().all(), "written past the heads of a token"
+    return list(out[:, :heads].split([len(s.query) for s in sequences]))
+
+
+def check(sequences: list[Sequence], options: Options, block_size: int = 16) -> None:
+    for sequence, result in zip(sequences, run(sequences, options, block_size), strict=True):
+        if len(sequence.query) == 0:
+            continue
+        error = (result.double() - reference(sequence, options)).abs()
+        scale = sequence.value.double().abs().max()
+        assert error.max() <= TOLERANCE[result.dtype] * scale
+
+
+def options_for(head_size: int, **more: object) -> Options:
+    return Options(scale=head_size**-0.5, **more)  # type: ignore[arg-type]
+
+
+MIXES = {
+    "prefill": [(5, 5), (130, 130), (1, 1), (64, 64)],
+    "decode": [(1, 1), (1, 17), (1, 64), (1, 300), (1, 65)],
+    "mixed": [(7, 90), (0, 0), (1, 33), (40, 40), (0, 20), (3, 700), (64, 129)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+def test_head_sizes_and_dtypes(head_size: int, dtype: torch.dtype) -> None:
+    sequences = make_sequences(MIXES["mixed"], 2, 3, head_size, dtype)
+    check(sequences, options_for(head_size))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("block_size", [8, 16, 20, 32, 128])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_groups_block_sizes_and_mixes(group: int, block_size: int, mix: str) -> None:
+    dtype = DTYPES[(group + block_size) % 3]
+    check(make_sequences(MIXES[mix], 2, group, 64, dtype), options_for(64), block_size)
+
+
+def test_one_kv_head_for_more_heads_than_an_item_has_rows() -> None:
+    check(make_sequences([(1, 40), (3, 9)], 1, 77, 64, torch.float32), options_for(64))
+
+
+@pytest.mark.parametrize("window", [1, 5, 100])
+def test_sliding_window(window: int) -> None:
+    options = options_for(64, sliding_window=window)
+    for mix in MIXES.values():
+        check(make_sequences(mix, 2, 2, 64, torch.float32), options)
+
+
+def test_window_wider_than_the_sequence_is_no_window() -> None:
+    sequences = make_sequences(MIXES["mixed"], 2, 2, 64, torch.float32)
+    windowed = run(sequences, options_for(64, sliding_window=5000), 16)
+    for a, b in zip(windowed, run(sequences, options_for(64), 16), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_soft_cap_holds_scores_over_5000() -> None:
+    sequences = make_sequences(MIXES["mixed"], 2, 2, 64, torch.float32, gain=30.0)
+    scores = torch.einsum("qhd,khd->hqk", sequences[0].query[:, ::2], sequences[0].key) / 8
+    assert scores.abs().max() > 1000
+    check(sequences, options_for(64, soft_cap=30.0))
+    huge = make_sequences([(4, 70)], 1, 1, 64, torch.float32, gain=100.0)
+    assert torch.einsum("qhd,khd->hqk", huge[0].query, huge[0].key).max() / 8 > 5000
+    check(huge, options_for(64, soft_cap=30.0))
+    check(make_sequences(MIXES["mixed"], 2, 2, 64, torch.float32), options_for(64, soft_cap=1.5))
+
+
+def test_large_scores_do_not_overflow_without_a_cap() -> None:
+    # One key takes all the weight; what is left is rounding of the score, which grows with it.
+    sequence = make_sequences([(4, 300)], 1, 1, 64, torch.float32, gain=40.0)[0]
+    result = run([sequence], options_for(64), 16)[0]
+    expected = reference(sequence, options_for(64))
+    assert (result - expected).abs().max() <= 1e-3 * sequence.value.abs().max()
+
+
+def test_alibi() -> None:
+    slopes = torch.tensor([2.0**-i for i in range(1, 7)])
+    sequences = make_sequences(MIXES["mixed"], 2, 3, 64, torch.float32)
+    check(sequences, options_for(64, alibi_slopes=slopes))
+    check(sequences, options_for(64, alibi_slopes=slopes, soft_cap=5.0, sliding_window=30))
+
+
+def test_nothing_to_do() -> None:
+    result = run(make_sequences([(0, 0), (0, 5)], 1, 1, 64, torch.float32), options_for(64), 16)
+    assert [len(r) for r in result] == [0, 0]
+
+
+def test_a_row_before_the_first_token_sees_nothing() -> None:
+    """More query tokens than tokens: not a plan the engine makes, but not a crash either."""
+    query = torch.ones(3, 1, 64)
+    out = torch.full_like(query, math.nan)
+    kv_cache = torch.ones(1, 2, 1, 16, 64)
+    table, zero = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    start = torch.tensor([0, 3], dtype=torch.int32)
+    ops.paged_attention(out, query, kv_cache, table, zero, start, zero + 1, 1.0)
+    assert out[:2].eq(0).all() and out[2].eq(1).all()
+
+
+# ---- contract "row" -----------------------------------------------------------------------------
+
+ROW_OPTIONS = {
+    "plain": {},
+    "window": {"sliding_window": 70},
+    "cap and alibi": {"soft_cap": 8.0, "alibi_slopes": torch.tensor([0.5, 0.1, 0.02, 0.3, 0.2, 0.1])},
+}
+
+
+@pytest.fixture(params=ROW_OPTIONS)
+def row_options(request: pytest.FixtureRequest) -> Options:
+    return options_for(64, **ROW_OPTIONS[request.param])
+
+
+def part(sequence: Sequence, begin: int, end: int) -> Sequence:
+    """Query tokens begin..end-1 of a whole prompt, as a step that stops there sees them."""
+    return Sequence(sequence.query[begin:end], sequence.key[:end], sequence.value[:end])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_give_the_bits_of_the_whole_prompt(
+    chunk: int, dtype: torch.dtype, row_options: Options
+) -> None:
+    sequence = make_sequences([(330, 330)], 2, 3, 64, dtype)[0]
+    whole = run([sequence], row_options, 16)[0]
+    # Every chunk of the prompt at once, as sequences of one batch, and the late ones alone.
+    chunks = [part(sequence, b, min(b + chunk, 330)) for b in range(0, 330, chunk)]
+    assert torch.equal(torch.cat(run(chunks[:: max(1, 24 // chunk)], row_options, 16)),
+                       torch.cat([whole[b : b + chunk] for b in range(0, 330, chunk)][:: max(1, 24 // chunk)]))  # fmt: skip
+    assert torch.equal(run(chunks[-1:], row_options, 16)[0], whole[330 - len(chunks[-1].query) :])
+
+
+def test_head_size_80_keeps_the_bits_too() -> None:
+    sequence = make_sequences([(150, 150)], 1, 4, 80, torch.bfloat16)[0]
+    whole = run([sequence], options_for(80), 16)[0]
+    for begin, end in [(0, 1), (1, 8), (63, 127), (149, 150)]:
+        assert torch.equal(run([part(sequence, begin, end)], options_for(80), 16)[0], whole[begin:end])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_company_placement_and_threads_do_not_change_a_bit(
+    threads: int, row_options: Options
+) -> None:
+    """Alone a long row is split over the cores by range; among many it is not."""
+    lengths = [(1, 1500), (1, 40), (90, 300), (1, 256), (1, 257), (2, 1023)] + [(1, 900)] * 30
+    sequences = make_sequences(lengths, 2, 3, 64, torch.bfloat16)
+    before = torch.get_num_threads()
+    together = run(sequences, row_options, 16, seed=1)
+    torch.set_num_threads(threads)
+    try:
+        for i in range(7):
+            for block_size, seed, unused in [(16, 2, math.nan), (8, 3, 1.0), (32, 4, math.inf)]:
+                alone = run([sequences[i]], row_options, block_size, seed, unused)[0]
+                assert torch.equal(alone, together[i])
+        for a, b in zip(run(sequences, row_options, 16, seed=5), together, strict=True):
+            assert torch.equal(a, b)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_later_tokens_do_not_reach_a_row_even_by_nan(poison: float) -> None:
+    """Weight 0 times a NaN is NaN; a later token's KV must not be multiplied at all."""
+    sequence = make_sequences([(100, 100)], 2, 3, 64, torch.float32)[0]
+    clean = run([sequence], options_for(64), 16)[0]
+    sequence.key[70:] = poison
+    sequence.value[70:] = poison
+    assert torch.equal(run([sequence], options_for(64), 16)[0][:70], clean[:70])
+
+
+def test_a_nan_that_a_row_sees_is_not_hidden() -> None:
+    sequence = make_sequences([(100, 100)], 1, 1, 64, torch.float32)[0]
+    sequence.key[30, 0, 5] = math.nan
+    result = run([sequence], options_for(64), 16)[0]
+    assert result[:30].isfinite().all() and result[30:].isnan().all()
+
+
+# ---- moving KV ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_size", [64, 80, 96])
+def test_store_kv_fills_its_slots_and_no_other(head_size: int, dtype: torch.dtype) -> None:
+    heads, block_size = 3, 8
+    fused = torch.randn(700, 4 * heads, head_size).to(dtype)
+    key, value = fused[:, heads : 2 * heads], fused[:, 3 * heads :]
+    kv_cache = torch.randn(100, 2, heads, block_size, head_size).to(dtype)
+    slots = torch.randperm(100 * block_size)[:700]
+    slots[::7] = -1
+    expected = kv_cache.clone()
+    stored = slots >= 0
+    block, offset = slots[stored] // block_size, slots[stored] % block_size
+    expected[block, 0, :, offset] = key[stored]
+    expected[block, 1, :, offset] = value[stored]
+    ops.store_kv(key, value, kv_cache, slots)
+    assert torch.equal(kv_cache, expected)
+
+
+def test_copy_blocks_copies_in_every_layer_in_the_order_of_the_list() -> None:
+    arena = torch.randn(5, 9, 2, 2, 8, 64)
+    expected = arena.clone()
+    pairs = [(0, 3), (3, 7), (4, 4), (1, 8)]
+    for source, destination in pairs:
+        expected[:, destination] = expected[:, source].clone()
+    ops.copy_blocks(arena, torch.tensor(pairs, dtype=torch.int32))
+    assert torch.equal(arena, expected)
+
+
+@pytest.mark.parametrize("bad", [-1, 9])
+def test_copy_blocks_refuses_a_block_outside_the_cache_and_copies_nothing(bad: int) -> None:
+    arena = torch.randn(2, 9, 2, 1, 8, 64)
+    before = arena.clone()
+    pairs = torch.tensor([(0, 1), (2, bad)], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=rf"block_pairs names block {bad}; .* 0 to 8"):
+        ops.copy_blocks(arena, pairs)
+    assert torch.equal(arena, before)
