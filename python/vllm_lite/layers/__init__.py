@@ -1,0 +1,1 @@
+"""Building blocks of models, made of the ops; each names the tensors of its parameters."""

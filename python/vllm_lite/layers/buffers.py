@@ -1,0 +1,48 @@
+"""The intermediate values of a forward step."""
+
+import torch
+
+from vllm_lite.model_config import ModelConfig
+
+
+class StepBuffers:
+    """Tensors ``[num_tokens, size]``, overwritten layer by layer.
+
+    Memory grows to the largest step. Views are made when the number of tokens changes; they serve
+    every layer, and every following step of the same size, so that the steady decode makes no
+    tensor but the logits.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self._head_size = config.head_size
+        query_size = config.num_heads * config.head_size
+        self._sizes = (
+            *[config.hidden_size] * 3,
+            sum(self._heads) * config.head_size,
+            query_size,
+            2 * config.intermediate_size,
+            config.intermediate_size,
+        )
+        self._dtype = dtype
+        self._memory: list[torch.Tensor] = []
+        self._capacity = -1
+        self.num_tokens = -1
+        self.resize(0)
+
+    def resize(self, num_tokens: int) -> None:
+        """Points all buffers at memory for ``num_tokens``; a change leaves them undefined."""
+        if num_tokens == self.num_tokens:
+            return
+        if num_tokens > self._capacity:
+            self._memory = [
+                torch.empty(num_tokens, size, dtype=self._dtype) for size in self._sizes
+            ]
+            self._capacity = num_tokens
+        views = [memory[:num_tokens] for memory in self._memory]
+        self.num_tokens = num_tokens
+        self.residual, self.normed, self.projected = views[:3]  # projected: what a block adds
+        self.qkv, self.attended, self.gate_up, self.activated = views[3:]
+        heads = self.qkv.view(num_tokens, sum(self._heads), self._head_size)
+        self.query, self.key, self.value = torch.split(heads, self._heads, dim=1)
+        self.attended_heads = self.attended.view(num_tokens, self._heads[0], self._head_size)

@@ -1,0 +1,1 @@
+"""Reading checkpoints, configuration and weights: Hugging Face directories and GGUF files."""

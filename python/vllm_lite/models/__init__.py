@@ -1,0 +1,89 @@
+"""Models: from a checkpoint to something that computes logits."""
+
+import logging
+from typing import Protocol
+
+import torch
+
+from vllm_lite.layers.batch import ForwardBatch
+from vllm_lite.loader.gguf import GgufCheckpoint
+from vllm_lite.loader.safetensors import SafetensorsCheckpoint
+from vllm_lite.loader.weights import Checkpoint, ProgressCallback, load_weights
+from vllm_lite.model_config import DTYPES, ModelConfig
+from vllm_lite.model_files import ModelFiles
+from vllm_lite.models.llama import LlamaForCausalLM
+
+__all__ = ["CausalLM", "ForwardBatch", "load_model", "resolve_dtype"]
+
+logger = logging.getLogger(__name__)
+
+_MODELS = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": LlamaForCausalLM,
+    "Qwen2ForCausalLM": LlamaForCausalLM,
+    "Qwen3ForCausalLM": LlamaForCausalLM,
+}
+
+
+class CausalLM(Protocol):
+    """A loaded model. Not to be called from two threads at once."""
+
+    config: ModelConfig
+    dtype: torch.dtype  # of weights, activations and KV
+
+    def __call__(self, batch: ForwardBatch, kv_arena: torch.Tensor) -> torch.Tensor:
+        """Computes the batch, stores its KV, returns float32 logits ``[num_logits, vocab_size]``.
+
+        kv_arena: ``[num_layers, num_blocks, 2, num_kv_heads, block_size, head_size]`` of ``dtype``.
+        """
+
+
+def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
+    """The dtype to compute in.
+
+    ``auto`` is the checkpoint's own; quantized weights count as bfloat16. Nothing else changes a
+    dtype: what is asked for is what is used. Raises ValueError for a name that is not auto,
+    float32, bfloat16 or float16.
+    """
+    if name == "auto":
+        name = "bfloat16" if config.checkpoint_dtype == "quantized" else config.checkpoint_dtype
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name!r}; supported: auto, {', '.join(DTYPES)}")
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def load_model(
+    files: ModelFiles,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    progress: ProgressCallback | None = None,
+) -> CausalLM:
+    """Loads the weights, converted to ``dtype`` one tensor at a time.
+
+    max_model_len: positions are below it; it fixes the size of the rope table and the base of
+    dynamic rope.
+    progress: called with (bytes of the checkpoint done, bytes in all) after each tensor.
+    Raises ValueError naming file and tensor (or field) for weights that are missing, surplus,
+    damaged or do not fit the configuration.
+    """
+    if not 1 <= max_model_len <= config.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len is {max_model_len}; {files.path} allows 1 to "
+            f"{config.max_position_embeddings} (after rope scaling)"
+        )
+    checkpoint: Checkpoint = (
+        GgufCheckpoint(files, config) if files.is_gguf else SafetensorsCheckpoint(files.path)
+    )
+    try:
+        model = _MODELS[config.architecture](config, dtype, max_model_len, checkpoint.rope_divisors)
+        load_weights(model.slots(), checkpoint, model.is_ignorable, progress)
+    finally:
+        checkpoint.close()
+    logger.info(
+        "%s: %s, computing in %s (checkpoint: %s)",
+        files.path, config.architecture, dtype, config.checkpoint_dtype,
+    )  # fmt: skip
+    return model
