@@ -48,6 +48,8 @@ _RESERVED_KWARGS = frozenset(
         "padding",
         "return_dict",
         "return_tensors",
+        "special_tokens",
+        "template",
         "tokenize",
         "tokenizer",
         "tokenizer_kwargs",
@@ -119,7 +121,8 @@ def _encode(state: ServerState, request: ChatRequest) -> list[int]:
     reserved = _RESERVED_KWARGS & kwargs.keys()
     if reserved:
         raise bad_request(
-            f"chat_template_kwargs: {', '.join(sorted(reserved))} cannot be set there", "chat_template_kwargs"
+            f"chat_template_kwargs: {', '.join(sorted(reserved))} cannot be set there",
+            "chat_template_kwargs",
         )
     go_on = bool(request.continue_final_message)
     if go_on and request.add_generation_prompt:
@@ -127,14 +130,16 @@ def _encode(state: ServerState, request: ChatRequest) -> list[int]:
             "continue_final_message: cannot be true together with add_generation_prompt",
             "continue_final_message",
         )
-    prompt = request.add_generation_prompt if request.add_generation_prompt is not None else not go_on
+    prompt = (
+        request.add_generation_prompt if request.add_generation_prompt is not None else not go_on
+    )
     try:
         token_ids = state.engine.tokenizer.encode_chat(
             [_for_template(message, index) for index, message in enumerate(request.messages)],
             tools=[msgspec.to_builtins(tool) for tool in request.tools] if request.tools else None,
             add_generation_prompt=prompt,
             continue_final_message=go_on,
-            chat_template_kwargs=kwargs or None,
+            template_kwargs=kwargs,
         )
     except ValueError as error:  # the template refuses this conversation, or there is no template
         raise bad_request(f"messages: {error}", "messages") from error
@@ -165,7 +170,9 @@ def _text(message: Message, where: str) -> str:
         return message.content
     if message.content is None:
         if message.role != "assistant":
-            raise bad_request(f"{where}.content: missing; only the assistant's may be left out", where)
+            raise bad_request(
+                f"{where}.content: missing; only the assistant's may be left out", where
+            )
         return ""
     texts = []
     for position, part in enumerate(message.content):
@@ -206,7 +213,11 @@ class ChatRenderer:
         self._greeted: set[int] = set()  # choices whose role is out
         top = job.params[0].logprobs
         # Chat log-probabilities keep no state between pieces, so that one writer serves all choices.
-        self._writer = LogprobsWriter(state.token_texts, top, ids) if top is not None else None
+        self._writer = (
+            LogprobsWriter(state.token_texts, top, ids=ids, skip_special=True)
+            if top is not None
+            else None
+        )
 
     def chunks(
         self, choice: int, output: CompletionOutput, usage: Usage | None

@@ -43,10 +43,14 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "CompletionRenderer"]
     model = served_name(engine, request.model)
     refuse_unsupported(request)
     prompts = _split(request.prompt)
-    check_choices(len(prompts), request.n or 1, state.options.max_choices, "n" if request.n else "prompt")
+    check_choices(
+        len(prompts), request.n or 1, state.options.max_choices, "n" if request.n else "prompt"
+    )
     special = request.add_special_tokens is not False
     token_ids = [
-        engine.tokenizer.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+        engine.tokenizer.encode(prompt, add_special_tokens=special)
+        if isinstance(prompt, str)
+        else prompt
         for prompt in prompts
     ]
     for ids in token_ids:
@@ -95,7 +99,15 @@ class CompletionRenderer:
         top = job.params[0].logprobs
         choices = len(job.prompts) * job.params[0].n
         self._writers = (
-            [LogprobsWriter(state.token_texts, top, ids) for _ in range(choices)]
+            [
+                LogprobsWriter(
+                    state.token_texts,
+                    top,
+                    ids=ids,
+                    skip_special=job.params[0].skip_special_tokens,
+                )
+                for _ in range(choices)
+            ]
             if top is not None
             else None
         )

@@ -18,12 +18,17 @@ class TokenizerLike(Protocol):
 
     def encode_chat(
         self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> list[int]: ...
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Raises ValueError when the template refuses the conversation or there is none."""
+        ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
 

@@ -85,7 +85,10 @@ def from_exception(error: Exception, *, started: bool = False) -> ApiError | Non
 
 def internal_error() -> ApiError:
     return ApiError(
-        500, "internal error; the server's log has the details", type="server_error", code="internal"
+        500,
+        "internal error; the server's log has the details",
+        type="server_error",
+        code="internal",
     )
 
 
@@ -107,7 +110,8 @@ def from_decode_error(error: Exception, body: bytes) -> ApiError:
     return bad_request(f"{path}: {what}{got}", param=re.split(r"\.\.\.|\[\.\.\.", path)[0])
 
 
-_SHOW = reprlib.Repr(maxstring=80, maxother=80, maxlong=40, maxlevel=3)
+_SHOW = reprlib.Repr()
+_SHOW.maxstring = _SHOW.maxother = 80
 _NOWHERE = object()
 
 

@@ -191,7 +191,9 @@ class GenerationResponse(Response):
                     watch.output(output)
                     for sample in output.outputs:
                         if sample.finish_reason in ("abort", "error"):
-                            raise EngineError(f"the engine ended the request: {sample.finish_reason}")
+                            raise EngineError(
+                                f"the engine ended the request: {sample.finish_reason}"
+                            )
                         if sample.finish_reason is not None:
                             finished.append(sample.finish_reason)
                     yield index, output

@@ -22,33 +22,42 @@ def finite(value: float) -> float:
 
 
 class TokenTexts:
-    """Token id to text and bytes, remembered (at most one entry per token of the vocabulary)."""
+    """Token id to its text, its bytes, and whether it is special; remembered, one entry per token at most."""
 
     def __init__(self, tokenizer: TokenizerLike) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = tokenizer.vocab_size
-        self._known: dict[int, tuple[str, bytes]] = {}
+        self._known: dict[int, tuple[str, bytes, bool]] = {}
 
-    def __call__(self, token_id: int) -> tuple[str, bytes]:
+    def __call__(self, token_id: int) -> tuple[str, bytes, bool]:
         entry = self._known.get(token_id)
         if entry is None:
-            # A model's vocabulary may be padded past the tokenizer's: those ids have no text.
-            data = self._tokenizer.token_bytes(token_id) if token_id < self._vocab_size else b""
-            entry = self._known[token_id] = (data.decode("utf-8", "replace"), data)
+            entry = self._known[token_id] = self._look_up(token_id)
         return entry
+
+    def _look_up(self, token_id: int) -> tuple[str, bytes, bool]:
+        tokenizer = self._tokenizer
+        # A model's vocabulary may be padded past the tokenizer's: those ids have no text.
+        if token_id >= tokenizer.vocab_size:
+            return "", b"", False
+        data = tokenizer.token_bytes(token_id)
+        special = not tokenizer.decode([token_id], skip_special_tokens=True) and bool(
+            tokenizer.decode([token_id], skip_special_tokens=False)
+        )
+        return data.decode("utf-8", "replace"), data, special
 
 
 class LogprobsWriter:
     """Writes one choice's log-probabilities, piece by piece in order.
 
     ``top``: alternatives per position. ``ids``: show tokens as ``token_id:<id>`` (vLLM's
-    ``return_tokens_as_token_ids``).
+    ``return_tokens_as_token_ids``). ``skip_special``: special tokens are not part of the choice's text.
     """
 
-    def __init__(self, texts: TokenTexts, top: int, ids: bool) -> None:
+    def __init__(self, texts: TokenTexts, top: int, *, ids: bool, skip_special: bool) -> None:
         self._texts = texts
         self._top = top
         self._ids = ids
+        self._skip_special = skip_special
         # Offsets follow the text: a character counts where its last byte arrives.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
@@ -58,9 +67,9 @@ class LogprobsWriter:
         for token_id, position in zip(token_ids, positions, strict=True):
             top = []
             for other, logprob in self._best(position):
-                text, data = self._token(other)
+                text, data, _ = self._token(other)
                 top.append(TopLogprob(token=text, logprob=finite(logprob), bytes=list(data)))
-            text, data = self._token(token_id)
+            text, data, _ = self._token(token_id)
             content.append(
                 TokenLogprob(
                     token=text,
@@ -74,29 +83,33 @@ class LogprobsWriter:
     def completion(self, token_ids: list[int], positions: list[Position]) -> CompletionLogprobs:
         out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token_id, position in zip(token_ids, positions, strict=True):
-            text, data = self._token(token_id)
+            text, data, special = self._token(token_id)
             chosen = finite(position[token_id].logprob)
             # Two tokens may share a text (parts of characters); the likelier one keeps the key.
             top: dict[str, float] = {}
             for other, logprob in self._best(position):
                 top.setdefault(self._token(other)[0], finite(logprob))
-            top.setdefault(text, chosen)  # OpenAI adds the chosen token when it is not among the top
+            top.setdefault(
+                text, chosen
+            )  # OpenAI adds the chosen token when it is not among the top
             out.tokens.append(text)
             out.token_logprobs.append(chosen)
             out.top_logprobs.append(top)
             out.text_offset.append(self._offset)
-            self._offset += len(self._decoder.decode(data))
+            if not (special and self._skip_special):
+                self._offset += len(self._decoder.decode(data))
         return out
 
-    def _token(self, token_id: int) -> tuple[str, bytes]:
-        text, data = self._texts(token_id)
-        return (f"token_id:{token_id}" if self._ids else text), data
+    def _token(self, token_id: int) -> tuple[str, bytes, bool]:
+        text, data, special = self._texts(token_id)
+        return (f"token_id:{token_id}" if self._ids else text), data, special
 
     def _best(self, position: Position) -> list[tuple[int, float]]:
         """The ``top`` likeliest, likeliest first; the engine adds the chosen token when it is not one of them."""
         if not self._top:
             return []
         ranked = sorted(
-            position.items(), key=lambda item: (-finite(item[1].logprob), item[1].rank or 0, item[0])
+            position.items(),
+            key=lambda item: (-finite(item[1].logprob), item[1].rank or 0, item[0]),
         )
         return [(token_id, entry.logprob) for token_id, entry in ranked[: self._top]]

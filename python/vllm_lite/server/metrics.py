@@ -10,7 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -20,8 +26,46 @@ from vllm_lite.stats import EngineStats
 
 logger = logging.getLogger("vllm_lite.server")
 
-_FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
-_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_FAST = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+)
+_FIRST = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
 _WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 F = TypeVar("F", bound=Callable[..., None])
@@ -41,6 +85,8 @@ def _harmless(function: F) -> F:
 
 
 class Metrics:
+    content_type = CONTENT_TYPE_LATEST
+
     def __init__(self, engine: EngineLike) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         model = engine.config.served_model_names[0]
@@ -58,7 +104,9 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that gave output.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "Streams: from the engine's start to its first token.", _FIRST
+            "time_to_first_token_seconds",
+            "Streams: from the engine's start to its first token.",
+            _FIRST,
         )
         self.inter_token_latency = histogram(
             "inter_token_latency_seconds",
@@ -76,7 +124,8 @@ class Metrics:
             registry=self._registry,
         )
         self.ended = {
-            reason: self._success.labels(model, reason) for reason in ("stop", "length", "abort", "error")
+            reason: self._success.labels(model, reason)
+            for reason in ("stop", "length", "abort", "error")
         }
         self._registry.register(_EngineCollector(engine, model))
 
@@ -125,9 +174,9 @@ class RequestWatch:
             self._last[sample.index] = now
 
     @_harmless
-    def finish(self, reason: str, refused: bool = False) -> None:
-        if refused:
-            return
+    def finish(self, reason: str) -> None:
+        if reason == "error" and not self._has_output:
+            return  # refused
         self._metrics.ended[reason].inc()
         if reason in ("stop", "length"):
             self._metrics.e2e_latency.observe(time.perf_counter() - self._began)
@@ -167,7 +216,9 @@ class _EngineCollector(Collector):
     def _read(self, stats: EngineStats) -> list[Metric]:
         used = stats.kv_used_blocks / stats.kv_total_blocks if stats.kv_total_blocks else 0.0
         return [
-            self._gauge("num_requests_running", "Sequences in the running batch.", stats.num_running),
+            self._gauge(
+                "num_requests_running", "Sequences in the running batch.", stats.num_running
+            ),
             self._gauge("num_requests_waiting", "Sequences waiting for room.", stats.num_waiting),
             self._gauge("kv_cache_usage_perc", "Share of KV cache blocks in use (1 is all).", used),
             self._counter(

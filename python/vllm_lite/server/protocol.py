@@ -10,13 +10,24 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-Unsupported = Annotated[Any, Meta(description="Not supported yet: only null or the value for 'off'.")]
+from vllm_lite.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_SAMPLES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+)
+
+Unsupported = Annotated[
+    Any, Meta(description="Not supported yet: only null or the value for 'off'.")
+]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NonNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-StopString = Annotated[str, Meta(min_length=1, max_length=4096)]
+Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -34,14 +45,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0: off
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    n: Positive | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
     seed: Int64 | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[NonNegative, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        dict[NonNegative, Annotated[float, Meta(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]] | None
+    ) = None
     allowed_token_ids: Annotated[list[NonNegative], Meta(min_length=1)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=64)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[NonNegative], Meta(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -76,7 +89,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
 class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
 
     prompt_embeds: Unsupported = None
@@ -125,7 +138,7 @@ class Tool(msgspec.Struct, kw_only=True):
 class ChatRequest(GenerationRequest, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

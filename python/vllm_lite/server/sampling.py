@@ -85,7 +85,8 @@ def served_name(engine: EngineLike, asked: str | None) -> str:
 def check_choices(prompts: int, n: int, limit: int, param: str) -> None:
     if prompts * n > limit:
         raise bad_request(
-            f"{param}: {prompts} prompts x n={n} ask for {prompts * n} choices; the limit is {limit}", param
+            f"{param}: {prompts} prompts x n={n} ask for {prompts * n} choices; the limit is {limit}",
+            param,
         )
 
 
@@ -101,8 +102,6 @@ def sampling_params(
             value = defaults.get(name)
         if value is not None:
             fields[name] = value
-    if fields.get("top_k") == -1:
-        fields["top_k"] = 0
     vocab_size = engine.model_config.vocab_size
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         check_token_ids(fields.get(name) or (), vocab_size, name)
@@ -117,7 +116,7 @@ def sampling_params(
         return SamplingParams(logprobs=logprobs, max_tokens=max_tokens, output_kind=kind, **fields)
     except ValueError as error:
         # Its messages begin with the field's name.
-        first = str(error).split(maxsplit=1)[0].strip(":`'\"") if str(error) else ""
+        first = str(error).split(" ", 1)[0].split("[", 1)[0]
         raise bad_request(str(error), first if hasattr(request, first) else None) from error
 
 
@@ -125,12 +124,17 @@ def check_token_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
             raise bad_request(
-                f"{param}: token id {show(token_id)} is outside the vocabulary (0..{vocab_size - 1})", param
+                f"{param}: token id {show(token_id)} is outside the vocabulary (0..{vocab_size - 1})",
+                param,
             )
 
 
 def output_length(
-    request: GenerationRequest, prompt_length: int, max_model_len: int, default: int | None, param: str
+    request: GenerationRequest,
+    prompt_length: int,
+    max_model_len: int,
+    default: int | None,
+    param: str,
 ) -> int:
     """How many tokens may be generated; ``default`` None: as many as fit.
 
@@ -140,7 +144,11 @@ def output_length(
     asked = getattr(request, name)
     left = max_model_len - prompt_length
     if left < 1:
-        output = f"{asked} output tokens were asked for" if asked else "at least 1 output token is needed"
+        output = (
+            f"{asked} output tokens were asked for"
+            if asked
+            else "at least 1 output token is needed"
+        )
         raise bad_request(
             f"{param}: the prompt has {prompt_length} tokens and {output}, but the model's context"
             f" (max_model_len) is {max_model_len} tokens; shorten the prompt",

@@ -1,0 +1,140 @@
+"""The routes."""
+
+import importlib.metadata
+from collections.abc import Callable
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from vllm_lite.server import chat, completions, openapi
+from vllm_lite.server.body import Body
+from vllm_lite.server.engine import EngineLike
+from vllm_lite.server.errors import ApiError, show, unavailable
+from vllm_lite.server.gateway import Gateway
+from vllm_lite.server.generation import GenerationResponse, Job, Renderer
+from vllm_lite.server.options import ServerOptions
+from vllm_lite.server.protocol import ModelCard, ModelList
+from vllm_lite.server.state import ServerState
+
+Prepare = Callable[[ServerState, bytes], tuple[Job, Renderer]]
+
+
+def package_version() -> str:
+    try:
+        return importlib.metadata.version("vllm-lite")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"
+
+
+def create_app(engine: EngineLike, options: ServerOptions | None = None) -> FastAPI:
+    """The ASGI application; its ``ServerState`` is ``app.state.server``."""
+    state = ServerState(engine, options or ServerOptions())
+    version = package_version()
+    # The documentation pages load scripts from other hosts; the document itself is served.
+    app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.server = state
+    openapi.install(app, version)
+    app.add_middleware(Gateway, state=state)
+    if state.options.cors_origins:
+        from starlette.middleware.cors import CORSMiddleware
+
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=state.options.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    _add_routes(app, state, version)
+    return app
+
+
+def _add_routes(app: FastAPI, state: ServerState, version: str) -> None:
+    engine = state.engine
+    config = engine.config
+
+    def card(name: str) -> ModelCard:
+        return ModelCard(
+            id=name, created=state.created, root=config.model, max_model_len=config.max_model_len
+        )
+
+    @app.post(
+        "/v1/completions",
+        openapi_extra=openapi.generation(
+            "CompletionRequest", "CompletionResponse", "CompletionResponse"
+        ),
+    )
+    async def create_completion(request: Request) -> Response:
+        return await _generate(request, state, completions.prepare)
+
+    @app.post(
+        "/v1/chat/completions",
+        openapi_extra=openapi.generation("ChatRequest", "ChatResponse", "ChatChunk"),
+    )
+    async def create_chat_completion(request: Request) -> Response:
+        return await _generate(request, state, chat.prepare)
+
+    @app.get("/v1/models", openapi_extra=openapi.answers("ModelList"))
+    async def list_models() -> Response:
+        return _json(ModelList(data=[card(name) for name in config.served_model_names]))
+
+    @app.get("/v1/models/{model:path}", openapi_extra=openapi.answers("ModelCard"))
+    async def retrieve_model(model: str) -> Response:
+        if model not in config.served_model_names:
+            raise ApiError(
+                404,
+                f"model: {show(model)} is not served here",
+                param="model",
+                code="model_not_found",
+            )
+        return _json(card(model))
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while the engine can serve, 503 with the reason otherwise."""
+        reason = "the server is shutting down" if state.draining else engine.health()
+        if reason is not None:
+            raise unavailable(reason)
+        return _json({"status": "ok"})
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        return _json({"version": version})
+
+    @app.get("/metrics", openapi_extra=openapi.text("Prometheus text format"))
+    async def metrics() -> Response:
+        return Response(state.metrics.page(), media_type=state.metrics.content_type)
+
+
+async def _generate(request: Request, state: ServerState, prepare: Prepare) -> Response:
+    """Parsing and tokenising run in a thread: a body of megabytes takes seconds."""
+    try:
+        async with Body(request, state) as chunks:
+            job, renderer = await state.offload(lambda: prepare(state, b"".join(chunks)))
+    except ClientDisconnect:
+        return Response(status_code=499)  # nobody reads it
+    return GenerationResponse(state, job, renderer)
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def _on_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return Response(error.body(), error.status, error.headers, "application/json")
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {show(request.url.path)}"
+    message, code = f"{where}: {error.detail}", None
+    if error.status_code == 404:
+        message, code = f"{where}: there is no such route", "not_found"
+    elif error.status_code == 405:
+        message, code = f"{where}: this route does not take this method", "method_not_allowed"
+    api_error = ApiError(error.status_code, message, code=code, headers=error.headers)
+    return await _on_api_error(request, api_error)
