@@ -51,7 +51,7 @@ def make_core(
         num_blocks=resolved.num_blocks,
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
-        sliding_window=model_config.uniform_sliding_window,
+        sliding_window=model_config.sliding_window if model_config.all_layers_windowed else 0,
         num_clients=num_clients,
         tokens=_core.make_token_table(
             table.bytes, table.offsets.tobytes(), table.kinds.tobytes(), table.decoding

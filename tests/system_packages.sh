@@ -1,0 +1,24 @@
+#!/bin/sh
+# What the C++ tests need from the system: GoogleTest, Google Benchmark and valgrind. Installs them through apt when
+# it may, else says in one line what is missing.
+set -eu
+missing=""
+have_file() { for file in "$@"; do [ -e "$file" ] && return 0; done; return 1; }
+have_file /usr/include/gtest/gtest.h /usr/local/include/gtest/gtest.h || missing="$missing libgtest-dev"
+have_file /usr/include/benchmark/benchmark.h /usr/local/include/benchmark/benchmark.h || missing="$missing libbenchmark-dev"
+command -v valgrind >/dev/null || missing="$missing valgrind"
+[ -z "$missing" ] && exit 0
+run=""
+if [ "$(id -u)" -ne 0 ]; then
+  if command -v sudo >/dev/null && sudo -n true 2>/dev/null; then run="sudo -n"; else
+    echo "Missing:$missing. Run: sudo apt-get install$missing" >&2
+    exit 1
+  fi
+fi
+if ! command -v apt-get >/dev/null; then
+  echo "Missing:$missing, and there is no apt-get here: install them with your system's package manager." >&2
+  exit 1
+fi
+echo "== installing$missing"
+$run apt-get update -qq
+DEBIAN_FRONTEND=noninteractive $run apt-get install -y -qq --no-install-recommends $missing >/dev/null
