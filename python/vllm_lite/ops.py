@@ -6,11 +6,15 @@ All functions write into tensors that the caller gives; none allocates. A shape,
 support raises ``RuntimeError`` naming it.
 """
 
-from pathlib import Path
+from importlib.util import find_spec
 
 import torch
 
-torch.ops.load_library(str(Path(__file__).with_name("_ops.so")))
+# Found like a module, so that an editable install, which keeps built files elsewhere, works too.
+_library = find_spec("vllm_lite._ops")
+if _library is None or _library.origin is None:
+    raise ImportError("vllm_lite._ops is not built: run `pip install .` in the source tree")
+torch.ops.load_library(_library.origin)
 _ops = torch.ops.vllm_lite
 
 
