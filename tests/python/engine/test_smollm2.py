@@ -1,0 +1,135 @@
+"""The whole path on real weights: against transformers, and against itself in every way of scheduling.
+
+What holds now: attention, norms, rope and sampling give the same bits whatever else runs. Dense products are torch's, which
+may add up in another order for another number of rows; so tokens are equal here, and logprobs equal to 1e-3, not in every bit.
+"""
+
+import pytest
+import torch
+from engine.smollm2 import PROMPTS, reference_logits
+
+from vllm_lite import LLM, RequestOutput, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=2)
+SHORT = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    with LLM("smollm2", dtype="float32", max_model_len=512) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def batch(llm: LLM) -> list[RequestOutput]:
+    return llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(batch: list[RequestOutput]) -> None:
+    """Every token is the reference's likeliest after the same prefix, so the whole text is the reference's."""
+    for output in batch:
+        sample = output.outputs[0]
+        assert len(sample.token_ids) == 64
+        logits = reference_logits(output.prompt_token_ids, sample.token_ids)
+        logprobs = logits.log_softmax(-1)
+        for position, token in enumerate(sample.token_ids):
+            best = int(logits[position].argmax())
+            if token != best:
+                # Only where the two are as good as equal.
+                assert logits[position, best] - logits[position, token] < 1e-3, (output.prompt, position)
+            for candidate, logprob in sample.logprobs[position].items():
+                assert logprob.logprob == pytest.approx(logprobs[position, candidate].item(), abs=1e-3)
+
+
+def test_text_is_the_tokenizers_decode(llm: LLM, batch: list[RequestOutput]) -> None:
+    for output in batch:
+        sample = output.outputs[0]
+        assert sample.text == llm.get_tokenizer().decode(sample.token_ids)
+
+
+def test_alone_gives_the_tokens_of_the_batch(llm: LLM, batch: list[RequestOutput]) -> None:
+    for prompt, expected in list(zip(PROMPTS, tokens(batch), strict=True))[:6]:
+        assert tokens(llm.generate(prompt, SHORT, use_tqdm=False)) == [expected[:24]]
+
+
+def test_prefix_hit_gives_the_same_tokens(llm: LLM) -> None:
+    head = "You are a helpful assistant who answers briefly and truthfully, in complete sentences. " * 3
+    prompts = [head + prompt for prompt in PROMPTS[:8]]
+    cold = [llm.generate({"prompt": p, "cache_salt": p}, SHORT, use_tqdm=False)[0] for p in prompts]
+    assert all(output.num_cached_tokens == 0 for output in cold)
+    llm.generate(prompts[0], SHORT, use_tqdm=False)
+    warm = llm.generate(prompts, SHORT, use_tqdm=False)
+    assert all(output.num_cached_tokens >= 32 for output in warm)
+    assert tokens(warm) == tokens(cold)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 16, "max_num_seqs": 8},
+        # Prompt and output of one sequence take up to 6 blocks: about three fit, so running ones are preempted.
+        {"max_model_len": 96, "num_blocks": 16, "max_num_seqs": 16},
+    ],
+    ids=["chunks of 16 tokens", "pool so small that sequences are preempted"],
+)
+def test_other_scheduling_gives_the_same_tokens(
+    options: dict[str, int], batch: list[RequestOutput]
+) -> None:
+    options = dict(options)
+    if "num_blocks" in options:
+        block_bytes = 2 * 30 * 3 * 16 * 64 * 4
+        options["kv_cache_memory"] = options.pop("num_blocks") * block_bytes
+    with LLM("smollm2", dtype="float32", **{"max_model_len": 512, **options}) as other:
+        outputs = other.generate(PROMPTS[:16], GREEDY, use_tqdm=False)
+        stats = other.engine.stats()
+    assert tokens(outputs) == tokens(batch)[:16]
+    if "kv_cache_memory" in options:
+        assert stats.num_preemptions > 0
+    assert stats.num_running == stats.num_waiting == stats.kv_used_blocks == 0
+    for output in outputs:  # nothing lost, nothing doubled
+        sample = output.outputs[0]
+        assert sample.text == other.get_tokenizer().decode(sample.token_ids)
+
+
+def test_chat_answers_sensibly(llm: LLM) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    output = llm.chat(question, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)[0]
+    assert "Paris" in output.outputs[0].text
+    assert output.outputs[0].finish_reason == "stop"
+    assert "<|im_end|>" not in output.outputs[0].text
+
+
+def test_seeded_sampling_does_not_depend_on_the_batch(llm: LLM) -> None:
+    seeded = SamplingParams(temperature=0.8, top_p=0.95, seed=42, max_tokens=24, ignore_eos=True)
+    free = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True)
+    alone = tokens(llm.generate(PROMPTS[1], seeded, use_tqdm=False))[0]
+    for size in (2, 7):
+        prompts = [PROMPTS[1], *PROMPTS[2 : 1 + size]]
+        outputs = tokens(llm.generate(prompts, [seeded] + [free] * (size - 1), use_tqdm=False))
+        assert outputs[0] == alone
+
+
+def test_unseeded_requests_differ(llm: LLM) -> None:
+    free = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
+    outputs = tokens(llm.generate([PROMPTS[1]] * 4, free, use_tqdm=False))
+    assert len({tuple(ids) for ids in outputs}) == 4
+
+
+def test_creating_an_engine_leaves_the_callers_random_generators_alone() -> None:
+    import random
+
+    import numpy as np
+
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = [draw(), draw()]
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    first = draw()
+    LLM("smollm2", dtype="float32", max_model_len=64).close()
+    assert [first, draw()] == expected

@@ -1,0 +1,84 @@
+"""Who may include and import whom: the arrows of docs/architecture.md."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "csrc"
+
+# Folder -> folders whose headers it may include. cache/ has two halves: the host part and the kernels.
+ALLOWED = {
+    "core": {"core"},
+    "cache": {"cache", "core"},
+    "scheduler": {"scheduler", "cache", "core"},
+    "engine": {"engine", "scheduler", "cache", "ipc", "core"},
+    "ipc": {"ipc", "core"},
+    "attention": {"attention", "core"},
+    "ops": {"ops", "core"},
+    "bindings": {"bindings", "engine", "scheduler", "cache", "ipc", "attention", "ops", "core"},
+}
+CACHE_KERNEL_HEADERS = {"cache/store_kv.h"}
+
+
+def sources(folder: str) -> list[Path]:
+    return [p for p in (CSRC / folder).rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh"}]
+
+
+def includes(path: Path) -> list[tuple[str, bool]]:
+    """(what is included, whether in angle brackets)"""
+    found = re.findall(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', path.read_text(), re.MULTILINE)
+    return [(name, bracket == "<") for bracket, name in found]
+
+
+def test_every_folder_has_its_rule() -> None:
+    assert {path.name for path in CSRC.iterdir() if path.is_dir()} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("folder", ALLOWED)
+def test_folder_includes_only_what_it_may(folder: str) -> None:
+    assert sources(folder)
+    for path in sources(folder):
+        for name, angled in includes(path):
+            if angled:
+                if folder != "bindings":
+                    assert not re.match(r"(torch|ATen|c10|pybind11|Python)", name), f"{path}: {name}"
+                continue
+            assert name.split("/")[0] in ALLOWED[folder], f"{path} includes {name}"
+            if folder in {"scheduler", "engine"}:
+                assert name not in CACHE_KERNEL_HEADERS, f"{path} includes the kernel header {name}"
+
+
+def test_cache_host_part_and_kernels_do_not_include_each_other() -> None:
+    kernels = {"store_kv", "copy_blocks"}
+    for path in sources("cache"):
+        is_kernel = any(path.name.startswith(name) for name in kernels)
+        for name, _ in includes(path):
+            if name.startswith("cache/"):
+                assert (name in CACHE_KERNEL_HEADERS) == is_kernel, f"{path} includes {name}"
+
+
+def test_no_pickle_in_the_package() -> None:
+    pattern = re.compile(r"\b(pickle|cloudpickle|marshal|dill|shelve)\b|torch\.load\b")
+    for path in (ROOT / "python").rglob("*.py"):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            code = line.split("#")[0]
+            if re.search(r"^\s*(import|from)\b|torch\.load", code):
+                assert not pattern.search(code), f"{path}:{number}: {line}"
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["vllm_lite.server.__main__", "vllm_lite.engine_core", "vllm_lite.serve", "vllm_lite.async_engine",
+     "vllm_lite.engine", "vllm_lite"],
+)  # fmt: skip
+def test_front_end_and_engine_core_import_no_torch(module: str) -> None:
+    code = (
+        f"import sys, {module}; "
+        "sys.exit(','.join(m for m in ('torch', 'transformers') if m in sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, f"{module} imports {result.stderr}"
