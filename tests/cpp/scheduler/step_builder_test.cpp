@@ -1,0 +1,195 @@
+// The words of a plan.
+
+#include "scheduler/step_builder.h"
+
+#include <bit>
+
+#include "scheduler/plan_view.h"
+#include "scheduler_fixture.h"
+
+namespace vllm_lite {
+namespace {
+
+using Ints = std::vector<int32_t>;
+
+Ints ints(std::span<const int32_t> words) { return {words.begin(), words.end()}; }
+
+class StepBuilderTest : public SchedulerTest {
+ protected:
+  std::span<const int32_t> build() {
+    if (builder_ == nullptr) {
+      scheduler();
+      builder_ = std::make_unique<StepBuilder>(config_, cache_config_.block_size);
+    }
+    return builder_->build(plan(), ++step_id_);
+  }
+  void commit_tokens(const std::vector<TokenId>& tokens) { scheduler().commit(tokens); }
+  static std::vector<Ints> updates(const PlanView& plan) {
+    std::vector<Ints> result;
+    for (int32_t i = 0; i < plan.header().num_table_updates; ++i) {
+      const TableUpdate u = plan.table_update(i);
+      result.push_back({u.row, u.index, u.block});
+    }
+    return result;
+  }
+
+  std::unique_ptr<StepBuilder> builder_;
+  uint64_t step_id_ = (uint64_t{3} << 32) - 1;
+};
+
+TEST_F(StepBuilderTest, MixedStepHasEverySectionAsTheFormatSays) {
+  config_.max_num_batched_tokens = 8;
+  Sequence* a = add(3, 8);
+  {
+    const PlanView plan(build());
+    EXPECT_EQ(plan.step(), uint64_t{3} << 32);
+    EXPECT_EQ(ints(plan.token_ids()), a->tokens);
+    EXPECT_EQ(plan.header().num_new_rows, 1);
+  }
+  commit_tokens({42});
+  Sequence* b = add(9, 4);  // gets 7 of its 9 tokens
+  const PlanView plan(build());
+  const BlockId a0 = a->block_table.blocks[0];
+  const std::vector<BlockId>& bb = b->block_table.blocks;
+  EXPECT_EQ(ints(plan.token_ids()), (Ints{42, b->tokens[0], 1, 2, 3, 4, 5, 6}));
+  EXPECT_EQ(ints(plan.positions()), (Ints{3, 0, 1, 2, 3, 4, 5, 6}));
+  EXPECT_EQ(ints(plan.query_start()), (Ints{0, 1, 8}));
+  EXPECT_EQ(ints(plan.seq_lens()), (Ints{4, 7}));
+  EXPECT_EQ(ints(plan.rows()), (Ints{a->row, b->row}));
+  EXPECT_EQ(ints(plan.logits_indices()), (Ints{0}));
+  EXPECT_EQ(plan.slot(0), 4 * a0 + 3);
+  for (int32_t i = 0; i < 7; ++i) {
+    EXPECT_EQ(plan.slot(1 + i), 4 * bb[static_cast<size_t>(i / 4)] + i % 4);
+  }
+  EXPECT_EQ(updates(plan),
+            (std::vector<Ints>{{b->row, 0, bb[0]}, {b->row, 1, bb[1]}, {b->row, 2, bb[2]}}));
+  EXPECT_EQ(plan.header().max_query_len, 7);
+  EXPECT_EQ(plan.header().max_seq_len, 7);
+  EXPECT_EQ(plan.header().num_freed_rows, 0);
+  EXPECT_EQ(plan.header().num_block_copies, 0);
+}
+
+TEST_F(StepBuilderTest, TableEntriesAreSentOnceAndANewRowSendsAll) {
+  Sequence* a = add(4, 20);
+  EXPECT_EQ(updates(PlanView(build())).size(), 1u);
+  commit_tokens({1});
+  const auto grown = updates(PlanView(build()));
+  EXPECT_EQ(grown, (std::vector<Ints>{{a->row, 1, a->block_table.blocks[1]}}));
+  for (int32_t i = 0; i < 3; ++i) {
+    commit_tokens({1});
+    EXPECT_TRUE(updates(PlanView(build())).empty());
+  }
+  commit_tokens({1});
+  EXPECT_EQ(updates(PlanView(build())).size(), 1u);
+  scheduler().cancel_step();
+  scheduler().recompute_all();
+  const PlanView again(build());
+  EXPECT_EQ(updates(again).size(), a->block_table.blocks.size());
+  EXPECT_EQ(again.header().num_new_rows, 1);
+}
+
+TEST_F(StepBuilderTest, CancelledStepIsSentAgain) {
+  Sequence* a = add(4, 20);
+  build();
+  commit_tokens({1});
+  const auto first = updates(PlanView(build()));
+  scheduler().cancel_step();
+  EXPECT_EQ(updates(PlanView(build())), first);
+  EXPECT_EQ(a->num_blocks_sent, 2);
+}
+
+TEST_F(StepBuilderTest, NewRowCarriesItsSamplingParametersAndHistoryOnlyForPenalties) {
+  sampling_.row.temperature = 0.7f;
+  sampling_.row.top_k = 11;
+  sampling_.row.seed_high = 0xdeadbeef;
+  sampling_.bias_ids = {5, 6};
+  sampling_.bias_values = {-1.5f, 2.25f};
+  sampling_.allowed_ids = {1, 2, 3};
+  sampling_.stop_ids = {9};
+  SamplingParams penalised;
+  penalised.row.presence_penalty = 0.5f;
+  Sequence* a = add(3, 2);
+  Sequence* b = make(5, 2);
+  b->sampling = &penalised;
+  scheduler().add(b);
+  const PlanView plan(build());
+  const std::vector<NewRow> rows = plan.new_rows();
+  ASSERT_EQ(rows.size(), 2u);
+  EXPECT_EQ(rows[0].row, a->row);
+  EXPECT_EQ(rows[0].sampling.row.temperature, 0.7f);
+  EXPECT_EQ(rows[0].sampling.row.top_k, 11);
+  EXPECT_EQ(rows[0].sampling.row.seed_high, 0xdeadbeef);
+  EXPECT_EQ(rows[0].sampling.bias_ids, sampling_.bias_ids);
+  EXPECT_EQ(rows[0].sampling.bias_values, sampling_.bias_values);
+  EXPECT_EQ(rows[0].sampling.allowed_ids, sampling_.allowed_ids);
+  EXPECT_EQ(rows[0].sampling.stop_ids, sampling_.stop_ids);
+  EXPECT_TRUE(rows[0].history.empty());
+  EXPECT_EQ(rows[1].history, b->tokens);
+  EXPECT_EQ(rows[1].sampling.row.presence_penalty, 0.5f);
+}
+
+TEST_F(StepBuilderTest, MaxLogprobsCountsSampledRowsOnly) {
+  config_.max_num_batched_tokens = 8;
+  SamplingParams five;
+  five.row.num_logprobs = 5;
+  SamplingParams two;
+  two.row.num_logprobs = 2;
+  Sequence* a = make(3, 4);
+  a->sampling = &two;
+  Sequence* b = make(6, 4);  // one token short of its end
+  b->sampling = &five;
+  scheduler().add(a);
+  scheduler().add(b);
+  EXPECT_EQ(PlanView(build()).header().max_logprobs, 2);
+  commit_tokens({1});
+  EXPECT_EQ(PlanView(build()).header().max_logprobs, 5);
+}
+
+TEST_F(StepBuilderTest, CopiesAndFreedRowsAreInTheWords) {
+  Sequence* parent = add(6, 4);
+  Sequence* fork = add_fork(parent);
+  Sequence* gone = add(4, 4);
+  build();
+  commit_tokens({1, 2});
+  const RowId gone_row = gone->row;
+  scheduler().finish(gone);
+  const PlanView plan(build());
+  EXPECT_EQ(ints(plan.copies()),
+            (Ints{parent->block_table.blocks[1], fork->block_table.blocks[1]}));
+  EXPECT_EQ(ints(plan.freed_rows()), (Ints{gone_row}));
+  EXPECT_EQ(fork->row, gone_row);  // used again in the step that frees it
+}
+
+TEST_F(StepBuilderTest, SlotsBeyondThirtyTwoBitsAreRight) {
+  Sequence s;
+  s.tokens = {1, 2, 3};
+  s.num_prompt_tokens = 2;
+  s.row = 0;
+  s.block_table.blocks = {0x7ffffff0};
+  s.num_blocks_sent = 1;
+  s.sampling = &sampling_;
+  const ScheduledSequence part{&s, 2, 1, true, false};
+  Step step;
+  step.sequences = {&part, 1};
+  step.num_tokens = step.num_samples = 1;
+  StepBuilder builder(config_, 16);
+  EXPECT_EQ(PlanView(builder.build(step, 1)).slot(0), int64_t{0x7ffffff0} * 16 + 2);
+}
+
+TEST_F(StepBuilderTest, EntriesThatTheWindowPassedBeforeAdmissionAreNotSent) {
+  cache_config_.enable_prefix_caching = true;
+  cache_config_.sliding_window = 4;
+  Sequence* a = make(33, 1, 5);
+  scheduler().add(a);
+  run_until_idle();
+  Sequence* b = make(33, 1, 5);
+  scheduler().add(b);
+  const PlanView plan(build());
+  ASSERT_EQ(b->num_cached_tokens, 32);
+  ASSERT_GT(b->block_table.num_out_of_window, 0);
+  EXPECT_EQ(updates(plan).size(), 9u - static_cast<size_t>(b->block_table.num_out_of_window));
+  for (const Ints& update : updates(plan)) EXPECT_GE(update[2], 0);
+}
+
+}  // namespace
+}  // namespace vllm_lite
