@@ -12,13 +12,14 @@ namespace {
 thread_local int64_t num_allocations = 0;
 }  // namespace
 
-void* operator new(size_t size) {
+// Not inlined: GCC would see malloc meet delete and warn.
+[[gnu::noinline]] void* operator new(size_t size) {
   ++num_allocations;
   if (void* const memory = std::malloc(size == 0 ? 1 : size)) return memory;
   throw std::bad_alloc();
 }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace vllm_lite {
 namespace {

@@ -298,6 +298,35 @@ TEST(ShmRing, TwoThreadsPassMessagesOfRandomSizes) {
   }
 }
 
+// Pauses about as long as a side spins before it sleeps: messages arrive at every point of falling
+// asleep, and one whose wake-up was lost would time out.
+TEST(ShmRing, NoWakeUpIsLostWhileFallingAsleep) {
+  constexpr uint32_t kMessages = 4000;
+  const Descriptor there(1, 8), back(1, 8);
+  const auto dawdle = [](std::minstd_rand& random) {
+    const auto until = Clock::now() + std::chrono::nanoseconds(random() % 60000);
+    while (Clock::now() < until) {
+    }
+  };
+  std::thread echo([&] {
+    ShmRing in(there), out(back);
+    std::minstd_rand random(1);
+    for (uint32_t i = 0; i < kMessages; ++i) {
+      const std::string text = read(in, kPatience);
+      dawdle(random);
+      ASSERT_EQ(out.push(bytes_of(text), kPatience), Wait::kReady);
+    }
+  });
+  ShmRing out(there), in(back);
+  std::minstd_rand random(2);
+  for (uint32_t i = 0; i < kMessages; ++i) {
+    ASSERT_EQ(out.push(bytes_of(std::to_string(i)), kPatience), Wait::kReady);
+    dawdle(random);
+    ASSERT_EQ(read(in, kPatience), std::to_string(i));
+  }
+  echo.join();
+}
+
 TEST(ShmRing, AMillionSmallMessagesKeepTheirOrder) {
   constexpr uint64_t kMessages = 1000000;
   const Descriptor fd(1024, sizeof(uint64_t));
