@@ -1,7 +1,8 @@
 """The op table: every (op, case, dtype) with a float64 reference, run on each instruction set.
 
-A case makes its inputs from a seed, runs the op and computes the same in float64. Cases of the small ops are here;
-a larger op keeps its own in ``<op>_cases.py`` beside this file, with a list ``CASES`` that ``all_cases`` collects.
+A case makes its inputs from a seed, runs the op and computes the same in float64. Cases of the
+small ops are here; a larger op keeps its own in ``<op>_cases.py`` beside this file, with a list
+``CASES`` that ``all_cases`` collects.
 """
 
 import importlib
@@ -13,6 +14,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
+
 from vllm_lite import ops
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,7 +30,7 @@ ABSOLUTE_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 
 
 @dataclass(frozen=True)
 class Result:
-    """What the op wrote and what it should have: pairs of a name's tensor and its float64 reference."""
+    """What the op wrote and, under the same names, the float64 reference."""
 
     actual: dict[str, torch.Tensor]
     expected: dict[str, torch.Tensor]
@@ -80,7 +82,7 @@ def normal(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch
 def rms_norm_reference(
     x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(normalised, new residual), both float64; the residual as it is stored, rounded to its dtype."""
+    """(normalised, new residual), both float64; the residual as stored, rounded to its dtype."""
     value = x.double()
     if residual is not None:
         stored = (x.float() + residual.float()).to(x.dtype)
