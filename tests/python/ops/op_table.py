@@ -9,6 +9,7 @@ import importlib
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -68,7 +69,7 @@ def assert_matches(result: Result) -> None:
             rtol=RELATIVE_TOLERANCE[actual.dtype],
             atol=ABSOLUTE_TOLERANCE[actual.dtype],
             equal_nan=True,
-            msg=lambda message, name=name: f"{name}: {message}",
+            msg=partial("{}: {}".format, name),
         )
 
 
@@ -161,7 +162,8 @@ def rotary_table(max_position: int, rotary_size: int) -> torch.Tensor:
 
 def rope_reference(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     half = table.shape[1] // 2
-    cos, sin = table.double()[positions.long()][:, None].split(half, -1)
+    angles = table.double()[positions.long()][:, None]
+    cos, sin = angles[..., :half], angles[..., half:]
     out = x.double().clone()
     first, second = x[..., :half].double(), x[..., half : 2 * half].double()
     out[..., :half] = first * cos - second * sin
@@ -202,7 +204,7 @@ ROPE = {
 def silu_mul_case(tokens: int, size: int, scale: float = 1.0) -> Callable[..., Result]:
     def run(generator: torch.Generator, dtype: torch.dtype) -> Result:
         gate_up = (normal(generator, torch.float32, tokens, 2 * size) * scale).to(dtype)
-        gate, up = gate_up.double().split(size, -1)
+        gate, up = gate_up[:, :size].double(), gate_up[:, size:].double()
         out = torch.empty(tokens, size, dtype=dtype)
         ops.silu_mul(out, gate_up)
         return Result({"out": out}, {"out": gate / (1 + torch.exp(-gate)) * up})

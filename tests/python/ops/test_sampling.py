@@ -383,7 +383,12 @@ def test_frequencies_follow_the_distribution(name: str, vary: str) -> None:
     probabilities = np.zeros(vocab_size)
     x = logits[0].double().numpy()[kept] / row.temperature
     probabilities[kept] = np.exp(x - x.max()) / np.exp(x - x.max()).sum()
-    rows = [replace(row, seed=77, position=5, **{vary: i}) for i in range(draws)]
+    rows = [
+        replace(row, seed=77, position=i)
+        if vary == "position"
+        else replace(row, seed=i, position=5)
+        for i in range(draws)
+    ]
     tokens = sample(logits.expand(draws, -1), rows).tokens()
     freedom = len(kept) - 1
     # Mean + 4.5 standard deviations of chi-square; the seeds are fixed, so this is one number.
@@ -423,9 +428,9 @@ def outcome_of(outcome: Outcome, row: int, count: int) -> tuple[object, ...]:
 def test_a_row_does_not_depend_on_its_neighbours_or_place(isa: str) -> None:
     logits = random_logits(11, 64, 2050)
     rows = mixed_rows(64)
-    order = np.random.default_rng(3).permutation(64)
+    order = np.random.default_rng(3).permutation(64).tolist()
     together = sample(logits, rows)
-    shuffled = sample(logits[torch.from_numpy(order)], [rows[i] for i in order], state_rows=order)
+    shuffled = sample(logits[order], [rows[i] for i in order], state_rows=order)
     for place, i in enumerate(order):
         alone = sample(logits[i : i + 1], [rows[i]], state_rows=[3])
         count = max(rows[i].num_logprobs, 0)
