@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "core/parallel_for.h"
@@ -206,20 +207,21 @@ class RowSampler {
   // The last key of the smallest set of likeliest tokens that holds `p` of the weight of the k
   // likeliest (of all if k is 0).
   Key last_of_top_p(const DrawParams& draw, int32_t k, float p) {
-    int64_t total;
+    int64_t total = 0, target = 0;
+    const auto set_target = [&] {
+      target = std::llrint(std::ceil(double{p} * static_cast<double>(total)));
+    };
     if (k > 0) {
       collect_top_k(draw.x, k);
       total = weigh_keys(draw);
+      set_target();
     } else {
       total = passes_.sum_weights(draw.x, size_, draw.peak.value, draw.scale);
-    }
-    const int64_t target =
-        std::min<int64_t>(total, std::llrint(std::ceil(double{p} * static_cast<double>(total))));
-    if (k == 0) {
+      set_target();
       collect_nucleus(draw, total - target);
       weigh_keys(draw);
     }
-    return crossing_key(target);
+    return crossing_key(narrow(draw.peak.value, target));
   }
 
   // Fills scratch_.keys with a set of the likeliest tokens whose complement weighs at most `spare`:
@@ -241,7 +243,7 @@ class RowSampler {
     }
   }
 
-  // scratch_.weighted = scratch_.keys with their weights; returns the sum.
+  // Fills scratch_.values and scratch_.weights from scratch_.keys; returns the sum of the weights.
   int64_t weigh_keys(const DrawParams& draw) {
     const auto count = static_cast<int64_t>(scratch_.keys.size());
     scratch_.values.resize(count);
@@ -249,13 +251,32 @@ class RowSampler {
     for (int64_t i = 0; i < count; ++i) scratch_.values[i] = scratch_.keys[i].logit();
     passes_.weights(scratch_.values.data(), count, draw.peak.value, draw.scale,
                     scratch_.weights.data());
+    return std::accumulate(scratch_.weights.begin(), scratch_.weights.end(), int64_t{0});
+  }
+
+  // Sorts the keys into buckets by logit and leaves in scratch_.weighted those of the bucket in
+  // which the sum of weights, likeliest first, reaches `target`. Returns what is then left of the
+  // target.
+  int64_t narrow(float max, int64_t target) {
+    constexpr int kBuckets = 256;
+    const std::vector<float>& values = scratch_.values;
+    const float least = *std::min_element(values.begin(), values.end());
+    const float span = std::clamp(max - least, FLT_MIN, FLT_MAX);
+    const float factor = std::min((kBuckets - 1) / span, FLT_MAX);
+    // Never falls as the logit falls, so that buckets are in the order of the keys.
+    const auto bucket_of = [&](float value) {
+      return std::min(kBuckets - 1, static_cast<int>(std::min(max - value, FLT_MAX) * factor));
+    };
+    int64_t masses[kBuckets] = {};
+    for (size_t i = 0; i < values.size(); ++i) masses[bucket_of(values[i])] += scratch_.weights[i];
+    int bucket = 0;
+    while (bucket < kBuckets - 1 && masses[bucket] < target) target -= masses[bucket++];
     scratch_.weighted.clear();
-    int64_t total = 0;
-    for (int64_t i = 0; i < count; ++i) {
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (bucket_of(values[i]) != bucket) continue;
       scratch_.weighted.push_back({scratch_.keys[i], scratch_.weights[i]});
-      total += scratch_.weights[i];
     }
-    return total;
+    return target;
   }
 
   // The first key, in order, up to which scratch_.weighted sums to `target` or more. Halves the

@@ -1,18 +1,21 @@
 """The op table: every (op, case, dtype) with a float64 reference, run on each instruction set.
 
-A case makes its inputs from a seed, runs the op and computes the same in float64. Cases of the small ops are here;
-a larger op keeps its own in ``<op>_cases.py`` beside this file, with a list ``CASES`` that ``all_cases`` collects.
+A case makes its inputs from a seed, runs the op and computes the same in float64. Cases of the
+small ops are here; a larger op keeps its own in ``<op>_cases.py`` beside this file, with a list
+``CASES`` that ``all_cases`` collects.
 """
 
 import importlib
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
+
 from vllm_lite import ops
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,7 +31,7 @@ ABSOLUTE_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 
 
 @dataclass(frozen=True)
 class Result:
-    """What the op wrote and what it should have: pairs of a name's tensor and its float64 reference."""
+    """What the op wrote and, under the same names, the float64 reference."""
 
     actual: dict[str, torch.Tensor]
     expected: dict[str, torch.Tensor]
@@ -66,7 +69,7 @@ def assert_matches(result: Result) -> None:
             rtol=RELATIVE_TOLERANCE[actual.dtype],
             atol=ABSOLUTE_TOLERANCE[actual.dtype],
             equal_nan=True,
-            msg=lambda message, name=name: f"{name}: {message}",
+            msg=partial("{}: {}".format, name),
         )
 
 
@@ -80,7 +83,7 @@ def normal(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch
 def rms_norm_reference(
     x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(normalised, new residual), both float64; the residual as it is stored, rounded to its dtype."""
+    """(normalised, new residual), both float64; the residual as stored, rounded to its dtype."""
     value = x.double()
     if residual is not None:
         stored = (x.float() + residual.float()).to(x.dtype)
@@ -159,7 +162,8 @@ def rotary_table(max_position: int, rotary_size: int) -> torch.Tensor:
 
 def rope_reference(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     half = table.shape[1] // 2
-    cos, sin = table.double()[positions.long()][:, None].split(half, -1)
+    angles = table.double()[positions.long()][:, None]
+    cos, sin = angles[..., :half], angles[..., half:]
     out = x.double().clone()
     first, second = x[..., :half].double(), x[..., half : 2 * half].double()
     out[..., :half] = first * cos - second * sin
@@ -200,7 +204,7 @@ ROPE = {
 def silu_mul_case(tokens: int, size: int, scale: float = 1.0) -> Callable[..., Result]:
     def run(generator: torch.Generator, dtype: torch.dtype) -> Result:
         gate_up = (normal(generator, torch.float32, tokens, 2 * size) * scale).to(dtype)
-        gate, up = gate_up.double().split(size, -1)
+        gate, up = gate_up[:, :size].double(), gate_up[:, size:].double()
         out = torch.empty(tokens, size, dtype=dtype)
         ops.silu_mul(out, gate_up)
         return Result({"out": out}, {"out": gate / (1 + torch.exp(-gate)) * up})

@@ -1,19 +1,10 @@
-"""Runs the op table, and what holds for every op: rows are independent, wrong arguments are refused."""
-
-from collections.abc import Iterator
+"""Runs the op table; and what holds for every op: independent rows, refused arguments."""
 
 import pytest
 import torch
 from op_table import FLOAT_DTYPES, OpCase, all_cases, assert_matches, normal, rotary_table
+
 from vllm_lite import ops
-
-
-@pytest.fixture(params=ops.cpu_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = ops.current_cpu_isa()
-    ops.set_cpu_isa(request.param)
-    yield request.param
-    ops.set_cpu_isa(before)
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.id)
