@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+
 from vllm_lite.model_config import load_model_config
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.models import CausalLM, ForwardBatch, load_model, resolve_dtype
@@ -43,7 +44,9 @@ def make_model(family: str, seed: int = 0, **config: Any) -> Any:
         for parameter in model.parameters():
             random = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1:
-                parameter.copy_(0.3 * random if "bias" in _name(model, parameter) else 1 + 0.3 * random)
+                parameter.copy_(
+                    0.3 * random if "bias" in _name(model, parameter) else 1 + 0.3 * random
+                )
             else:
                 parameter.copy_(random * parameter.shape[1] ** -0.5)
     return model.eval()

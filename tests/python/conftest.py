@@ -1,1 +1,1 @@
-"""Makes the helpers in this folder importable from every test, wherever pytest is started."""
+"""Makes the helpers in this folder importable from every test."""
