@@ -99,8 +99,8 @@ def render(
         raise ChatTemplateError(f"chat template arguments must not be named {', '.join(clash)}")
     if continue_final_message and add_generation_prompt:
         raise ChatTemplateError(
-            "continue_final_message needs add_generation_prompt=false: the prompt either goes on with "
-            "the last message or begins a new one"
+            "continue_final_message needs add_generation_prompt=false: the prompt either goes on "
+            "with the last message or begins a new one"
         )
     chat = _normalize(messages)
     last_content = _tag_last_message(chat) if continue_final_message else ""
@@ -190,7 +190,7 @@ def _content_text(content: Any, where: str) -> str:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy made of JSON's types alone, so that a template meets no object with methods of its own."""
+    """A copy made of JSON's types alone: a template meets no object with methods of its own."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

@@ -14,7 +14,7 @@ import tokenizers
 
 from vllm_lite.chat_template import render, select_template
 from vllm_lite.gguf_file import GgufFile
-from vllm_lite.gguf_tokenizer import build_gguf_tokenizer, set_bos_eos
+from vllm_lite.gguf_tokenizer import build_gguf_tokenizer
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.token_table import TokenTableData, build_token_table
 
@@ -34,9 +34,9 @@ _SPECIAL_NAMES = (
 class Tokenizer:
     """A model's tokenizer. Thread-safe after construction, apart from setting ``chat_template``.
 
-    ``vocab_size`` is the largest token id plus one, added tokens included; the model's logits can be
-    wider. ``eos_token_ids`` holds ``eos_token_id`` and the end-of-turn ids that a GGUF file names.
-    ``chat_template`` is one template, or named templates, or None.
+    ``vocab_size`` is the largest token id plus one, added tokens included; the model's logits can
+    be wider. ``eos_token_ids`` holds ``eos_token_id`` and the end-of-turn ids that a GGUF file
+    names. ``chat_template`` is one template, or named templates, or None.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class Tokenizer:
     ) -> list[int]:
         """The prompt ids of a conversation.
 
-        Takes render_chat's arguments. If the tokenizer puts BOS before texts, the result begins with
-        exactly one, whether the template prints it or not; no other special tokens are added.
+        Takes render_chat's arguments. If the tokenizer puts BOS before texts, the result begins
+        with exactly one, whether the template prints it or not; no other special tokens are added.
         """
         text = self.render_chat(
             messages,
@@ -216,14 +216,9 @@ def _load_directory(path: Path) -> Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         except Exception as error:  # tokenizers raises bare Exception
             raise ValueError(f"tokenizer.json cannot be read: {error}") from error
+        # add_bos_token and add_eos_token are not looked at: tokenizer.json's post-processor decides,
+        # as in transformers.
         _add_configured_tokens(backend, config, special_tokens)
-        flags = {key: config.get(key) for key in ("add_bos_token", "add_eos_token")}
-        if any(isinstance(flag, bool) for flag in flags.values()):
-            set_bos_eos(
-                backend,
-                special_tokens.get("bos_token") if flags["add_bos_token"] else None,
-                special_tokens.get("eos_token") if flags["add_eos_token"] else None,
-            )
     else:
         backend, special_tokens = _convert_with_transformers(path)
     return Tokenizer(
