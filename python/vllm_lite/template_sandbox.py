@@ -37,7 +37,7 @@ class TemplateLimitError(jinja2.TemplateError):
 
 
 class _CodeGenerator(CodeGenerator):
-    """Sends loops and ``~`` through the environment; neither can be intercepted otherwise."""
+    """Sends ``~`` through the environment, which cannot intercept it as it can other operators."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concatenate((")

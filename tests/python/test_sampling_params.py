@@ -183,6 +183,6 @@ def test_token_ids_lie_below_the_width_of_the_logits(name: str, value: Any) -> N
 
 
 def test_added_tokens_are_in_the_vocabulary() -> None:
-    """The limit is the model's logits, which have rows for added tokens, not the base vocabulary."""
+    """The limit is the width of the logits, which have rows for added tokens."""
     SamplingParams(allowed_token_ids=[49151], stop_token_ids=[49151]).validate_for(49152)
     SamplingParams().validate_for(1)

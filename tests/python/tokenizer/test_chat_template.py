@@ -38,7 +38,8 @@ TOOLS = (
     "{% generation %}{{ m.content | default('none') }}{% endgeneration %}"
     "{% for call in m.tool_calls or [] %}"
     "{% for k, v in call.function.arguments | items %}{{ k }}={{ v | tojson }};{% endfor %}"
-    "{% endfor %}{{ loop.index }}/{{ loop.length }}{{ loop.previtem.role }}{% endfor %}"
+    "{% endfor %}{{ loop.index }}/{{ loop.length }}{{ loop.revindex }}"
+    "{% if not loop.first %}{{ loop.previtem.role }}{% endif %}{{ loop.last }}{% endfor %}"
 )
 MISTRAL = (
     "{{ bos_token }}{% set ns = namespace(count=0) %}{% for message in messages %}"
@@ -77,7 +78,9 @@ def transformers_render(template: str, messages: list[dict[str, Any]], **kwargs:
 @pytest.mark.parametrize("generate", [True, False])
 def test_renders_as_transformers(template: str, generate: bool) -> None:
     for tools in (None, TOOL_SCHEMA):
-        ours = render(template, CHAT, tools, generate, special_tokens=SPECIAL, x="1")
+        ours = render(
+            template, CHAT, tools, generate, special_tokens=SPECIAL, template_kwargs={"x": "1"}
+        )
         assert ours == transformers_render(
             template, CHAT, tools=tools, add_generation_prompt=generate, x="1"
         )
@@ -183,9 +186,8 @@ def test_parts_are_joined_with_a_newline() -> None:
     "name", ["messages", "tools", "bos_token", "raise_exception", "range", "chat_template"]
 )
 def test_reserved_names_cannot_be_overridden(name: str) -> None:
-    kwargs: dict[str, Any] = {name: "x"}
-    with pytest.raises((ChatTemplateError, TypeError), match=name):
-        render(CHATML, [CHAT[0]], special_tokens=SPECIAL, **kwargs)
+    with pytest.raises(ChatTemplateError, match=f"not be named {name}"):
+        render(CHATML, [CHAT[0]], special_tokens=SPECIAL, template_kwargs={name: "x"})
 
 
 def test_reserved_names_through_the_tokenizer(smollm2: Tokenizer) -> None:
@@ -199,12 +201,13 @@ BOMBS = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "filtered loops": "{% for a in range(99999) if a %}{% for b in range(99999) %}{% endfor %}"
     "{% endfor %}",
-    "calls": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+    "calls": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}"
+    "{{ f(99) }}",
     "range": "{{ range(10**9) | list }}",
     "text": "{{ 'x' * 10**9 }}",
     "text on the right": "{{ 10**9 * 'x' }}",
     "list": "{{ [0] * 10**9 }}",
-    "number": "{{ 9 ** 9 ** 9 }}",
+    "number": "{{ 9 ** 999 ** 9 }}",
     "doubling": "{% set n = namespace(s='xx') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}"
     "{% endfor %}",
     "doubling by ~": "{% set n = namespace(s='xx') %}{% for i in range(99) %}"
@@ -248,7 +251,7 @@ def test_bombs_are_stopped(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "{{ raise_exception.__globals__['json'] }}",
         "{{ messages.append(1) }}",
         "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ '{0.__class__.__init__}'.format(raise_exception) }}",
+        "{{ '{0.__class__.__init__.__globals__}'.format(raise_exception) }}",
         "{{ lipsum(10) }}",
     ],
 )
@@ -260,7 +263,7 @@ def test_sandbox_keeps_the_interpreter_out_of_reach(template: str) -> None:
 def test_templates_with_errors_are_named(tmp_path: Path) -> None:
     with pytest.raises(ChatTemplateError, match=r"not valid Jinja \(line 2\)"):
         render("\n{% for %}", CHAT)
-    with pytest.raises(ChatTemplateError, match="UndefinedError|undefined"):
+    with pytest.raises(ChatTemplateError, match="is undefined"):
         render("{{ nothing.at.all }}", CHAT)
     with pytest.raises(FileNotFoundError, match=r"no\.jinja does not exist"):
         load_chat_template(tmp_path / "no.jinja")
