@@ -85,8 +85,8 @@ class Tokenizer:
         """The tokenizer's own decode of a whole text; ids beyond the vocabulary have no text.
 
         A SentencePiece tokenizer strips the leading space here, while an output keeps it, since it
-        goes on after a prompt. transformers' clean_up_tokenization_spaces is not applied: it removes
-        spaces that the model wrote. Raises ValueError for negative ids.
+        goes on after a prompt. transformers' clean_up_tokenization_spaces is not applied: it
+        removes spaces that the model wrote. Raises ValueError for negative ids.
         """
         if (smallest := min(ids, default=0)) < 0:
             raise ValueError(f"token ids must be >= 0, got {smallest}")
