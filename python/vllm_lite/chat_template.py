@@ -79,7 +79,7 @@ def render(
     continue_final_message: bool = False,
     *,
     special_tokens: Mapping[str, str] | None = None,
-    **kwargs: Any,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """Renders a conversation to prompt text.
 
@@ -87,28 +87,34 @@ def render(
     newline; keys whose value is None are left out; a tool call's arguments given as JSON text are
     parsed, since templates print them themselves. ``special_tokens``: bos_token, eos_token, ... as
     text. ``continue_final_message`` leaves the last message open and needs
-    ``add_generation_prompt=False``. Other arguments are handed to the template.
+    ``add_generation_prompt=False``. ``template_kwargs``: further variables of the template, such as
+    enable_thinking.
 
     Raises ChatTemplateError for malformed messages, a template that is wrong or says so itself
-    (raise_exception), one that exceeds the limits, and reserved names in ``kwargs``.
+    (raise_exception), one that exceeds the limits, and reserved names in ``template_kwargs``.
     """
     special_tokens = special_tokens or {}
+    kwargs = template_kwargs or {}
     compiled = _compile(template)
     reserved = _RESERVED | set(special_tokens) | set(compiled.environment.globals)
     if clash := sorted(set(kwargs) & reserved):
         raise ChatTemplateError(f"chat template arguments must not be named {', '.join(clash)}")
     if continue_final_message and add_generation_prompt:
         raise ChatTemplateError(
-            "continue_final_message needs add_generation_prompt=false: the prompt either goes on with "
-            "the last message or begins a new one"
+            "continue_final_message needs add_generation_prompt=false: the prompt either goes on "
+            "with the last message or begins a new one"
         )
     chat = _normalize(messages)
     last_content = _tag_last_message(chat) if continue_final_message else ""
+    if tools is not None:
+        if isinstance(tools, str) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise ChatTemplateError("tools must be a list of objects")
+        tools = _plain(list(tools), "tools")
     variables = {"documents": None} | {name: _plain(value, name) for name, value in kwargs.items()}
     variables |= dict(special_tokens)
     variables |= {
         "messages": chat,
-        "tools": None if tools is None else _plain(list(tools), "tools"),
+        "tools": tools,
         "add_generation_prompt": add_generation_prompt,
     }
     environment = compiled.environment
@@ -190,7 +196,7 @@ def _content_text(content: Any, where: str) -> str:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy made of JSON's types alone, so that a template meets no object with methods of its own."""
+    """A copy made of JSON's types alone: a template meets no object with methods of its own."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

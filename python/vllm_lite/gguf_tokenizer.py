@@ -1,7 +1,7 @@
 """Builds a tokenizer from the vocabulary in a GGUF file.
 
-A GGUF file names its pre-tokenizer (``tokenizer.ggml.pre``) but does not hold it; the splits below are
-those of the models' own tokenizer.json files as llama.cpp maps them (src/llama-vocab.cpp).
+A GGUF file names its pre-tokenizer (``tokenizer.ggml.pre``) but does not hold it; the splits below
+are those of the models' own tokenizer.json files as llama.cpp maps them (src/llama-vocab.cpp).
 """
 
 import logging
@@ -29,7 +29,8 @@ _TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _llama3(digits: str) -> str:
-    return rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_TAIL}"
+    words = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+    return rf"{_CONTRACTION}|{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_TAIL}"
 
 
 def _cased_words(digits: str, suffix: str) -> str:
@@ -87,7 +88,7 @@ for _names, _pre in (
         _PreTokenizer(
             (
                 r"\p{N}{1,3}",
-                "[一-龥\u3040-ゟ゠-ヿ]+",
+                "[一-龥\u3040-\u30ff]+",
                 r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
                 r"""|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*""" + _TAIL,
             )
@@ -153,7 +154,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
 
     add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
     add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
-    set_bos_eos(
+    _set_bos_eos(
         backend,
         tokens[special_ids["bos"]] if add_bos and "bos" in special_ids else None,
         tokens[special_ids["eos"]] if add_eos and "eos" in special_ids else None,
@@ -161,8 +162,8 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
     return GgufTokenizer(backend, special_ids, _chat_templates(metadata))
 
 
-def set_bos_eos(backend: Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Makes ``add_special_tokens`` put ``bos`` before and ``eos`` after every text (None: nothing)."""
+def _set_bos_eos(backend: Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Makes ``add_special_tokens`` put ``bos`` before and ``eos`` after a text (None: nothing)."""
     template = ([bos] if bos else []) + ["$A"] + ([eos] if eos else [])
     special = [(token, backend.token_to_id(token)) for token in (bos, eos) if token]
     backend.post_processor = processors.TemplateProcessing(
@@ -244,7 +245,7 @@ def _sentence_piece(
 def _merges_from_scores(
     vocab: dict[str, int], mergeable: set[str], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """SentencePiece merges the pair that makes the best-scored piece; BPE wants the pairs in that order."""
+    """SentencePiece merges the pair that makes the best-scored piece: the pairs in that order."""
     ranked = []
     for token in mergeable:
         score = scores[vocab[token]]
@@ -257,7 +258,7 @@ def _merges_from_scores(
 
 
 def _special_ids(metadata: Mapping[str, Any], size: int, defaults: bool) -> dict[str, int]:
-    ids = {"bos": 1, "eos": 2, "unk": 0} if defaults else {}
+    ids = {"bos": 1, "eos": 2, "unk": 0} if defaults and size > 2 else {}
     keys = {
         "bos": "bos",
         "eos": "eos",

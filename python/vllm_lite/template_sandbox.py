@@ -1,10 +1,10 @@
 """Jinja's immutable sandbox with bounds on time and size.
 
 Jinja's own sandbox keeps a template from reaching the interpreter, not from running or growing
-without end. Here every loop iteration, call and operator of a template goes through ``_tick``, which
-stops a render after ``MAX_SECONDS`` of its thread's processor time, and the operators, methods and
-filters that multiply text are measured before they run. This is meant for the templates of models,
-which the operator chooses; it is no reason to take templates from requests.
+without end. Here every loop iteration, call and operator of a template goes through ``_tick``,
+which stops a render after ``MAX_SECONDS`` of its thread's processor time, and the operators,
+methods and filters that multiply text are measured before they run. This is meant for the templates
+of models, which the operator chooses; it is no reason to take templates from requests.
 """
 
 import json
@@ -37,7 +37,7 @@ class TemplateLimitError(jinja2.TemplateError):
 
 
 class _CodeGenerator(CodeGenerator):
-    """Sends loops and ``~`` through the environment; neither can be intercepted otherwise."""
+    """Sends ``~`` through the environment, which cannot intercept it as it can other operators."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concatenate((")
@@ -48,7 +48,7 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}``: marks the assistant's text for training; the text itself is unchanged."""
+    """``{% generation %}`` marks the assistant's text for training; the text stays as it is."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 

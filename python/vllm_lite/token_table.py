@@ -39,7 +39,7 @@ class TextDecoding:
 def byte_level_alphabet() -> dict[int, int]:
     """Code point -> byte of GPT-2's printable alphabet (``bytes_to_unicode``, inverted).
 
-    Printable Latin-1 characters stand for themselves, the other 68 bytes for U+0100 and up in order.
+    Printable Latin-1 characters stand for themselves, the other 68 bytes for U+0100 and up.
     """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(visible)]
@@ -49,12 +49,13 @@ def byte_level_alphabet() -> dict[int, int]:
 def text_decoding(backend: tokenizers.Tokenizer) -> TextDecoding:
     """Reads the tokenizer's decoder. Raises ValueError naming a decoder that is not supported.
 
-    A leading space that the decoder strips (``Strip``, ``Metaspace``) is not part of this: the output
-    goes on after a prompt, so its first token keeps its space.
+    A leading space that the decoder strips (``Strip``, ``Metaspace``) is not part of this: the
+    output goes on after a prompt, so its first token keeps its space.
     """
-    decoder = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
-    if decoder is None:
+    if backend.decoder is None:
         raise ValueError("tokenizer has no decoder; supported: ByteLevel, Metaspace, ByteFallback")
+    # The decoder as tokenizer.json has it; to_str() would write out the whole vocabulary.
+    decoder = json.loads(backend.decoder.__getstate__())
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     names = [step["type"] for step in steps]
     unsupported = ValueError(
@@ -121,7 +122,7 @@ def _byte_level_pieces(tokens: list[str]) -> list[bytes]:
     for end in ends.tolist():
         pieces.append(data[start:end])
         start = end
-    # A token with any character outside the alphabet is plain text (an added token), as in ByteLevel's decoder.
+    # A token with a character outside the alphabet is plain text, as in ByteLevel's own decoder.
     for i in set(np.searchsorted(ends, np.flatnonzero(mapped == 256), side="right").tolist()):
         pieces[i] = tokens[i].encode()
     return pieces

@@ -14,7 +14,7 @@ import tokenizers
 
 from vllm_lite.chat_template import render, select_template
 from vllm_lite.gguf_file import GgufFile
-from vllm_lite.gguf_tokenizer import build_gguf_tokenizer, set_bos_eos
+from vllm_lite.gguf_tokenizer import build_gguf_tokenizer
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.token_table import TokenTableData, build_token_table
 
@@ -34,9 +34,9 @@ _SPECIAL_NAMES = (
 class Tokenizer:
     """A model's tokenizer. Thread-safe after construction, apart from setting ``chat_template``.
 
-    ``vocab_size`` is the largest token id plus one, added tokens included; the model's logits can be
-    wider. ``eos_token_ids`` holds ``eos_token_id`` and the end-of-turn ids that a GGUF file names.
-    ``chat_template`` is one template, or named templates, or None.
+    ``vocab_size`` is the largest token id plus one, added tokens included; the model's logits can
+    be wider. ``eos_token_ids`` holds ``eos_token_id`` and the end-of-turn ids that a GGUF file
+    names. ``chat_template`` is one template, or named templates, or None.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class Tokenizer:
         """The tokenizer's own decode of a whole text; ids beyond the vocabulary have no text.
 
         A SentencePiece tokenizer strips the leading space here, while an output keeps it, since it
-        goes on after a prompt. Raises ValueError for negative ids.
+        goes on after a prompt. transformers' clean_up_tokenization_spaces is not applied: it
+        removes spaces that the model wrote. Raises ValueError for negative ids.
         """
         if (smallest := min(ids, default=0)) < 0:
             raise ValueError(f"token ids must be >= 0, got {smallest}")
@@ -106,8 +107,8 @@ class Tokenizer:
     ) -> list[int]:
         """The prompt ids of a conversation.
 
-        Takes render_chat's arguments. If the tokenizer puts BOS before texts, the result begins with
-        exactly one, whether the template prints it or not; no other special tokens are added.
+        Takes render_chat's arguments. If the tokenizer puts BOS before texts, the result begins
+        with exactly one, whether the template prints it or not; no other special tokens are added.
         """
         text = self.render_chat(
             messages,
@@ -146,7 +147,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             special_tokens=self.special_tokens,
-            **(template_kwargs or {}),
+            template_kwargs=template_kwargs,
         )
 
     def token_table(self) -> TokenTableData:
@@ -216,14 +217,9 @@ def _load_directory(path: Path) -> Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         except Exception as error:  # tokenizers raises bare Exception
             raise ValueError(f"tokenizer.json cannot be read: {error}") from error
+        # add_bos_token and add_eos_token are not looked at: as in transformers, the post-processor
+        # in tokenizer.json decides.
         _add_configured_tokens(backend, config, special_tokens)
-        flags = {key: config.get(key) for key in ("add_bos_token", "add_eos_token")}
-        if any(isinstance(flag, bool) for flag in flags.values()):
-            set_bos_eos(
-                backend,
-                special_tokens.get("bos_token") if flags["add_bos_token"] else None,
-                special_tokens.get("eos_token") if flags["add_eos_token"] else None,
-            )
     else:
         backend, special_tokens = _convert_with_transformers(path)
     return Tokenizer(
@@ -254,12 +250,12 @@ def _add_configured_tokens(
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     extra = extra.values() if isinstance(extra, Mapping) else extra
     known = backend.get_added_tokens_decoder()
-    special = {token.content for token in known.values() if token.special}
-    for text in [*special_tokens.values(), *filter(None, map(_token_text, extra))]:
-        if text not in special:
-            backend.add_special_tokens(
-                [tokenizers.AddedToken(text, normalized=False, special=True)]
-            )
+    is_special = {token.content: token.special for token in known.values()}
+    missing = [text for text in special_tokens.values() if not is_special.get(text)]
+    # What is declared as an added token above keeps the flag it has there.
+    missing += [text for text in map(_token_text, extra) if text and text not in is_special]
+    for text in dict.fromkeys(missing):
+        backend.add_special_tokens([tokenizers.AddedToken(text, normalized=False, special=True)])
 
 
 def _convert_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
