@@ -95,7 +95,7 @@ def _split(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
 class CompletionRenderer:
     def __init__(self, state: ServerState, job: Job, ids: bool) -> None:
         self._job = job
-        self._usage_field: None | msgspec.UnsetType = None if job.include_usage else msgspec.UNSET
+        self._usage_field: msgspec.UnsetType | None = None if job.include_usage else msgspec.UNSET
         top = job.params[0].logprobs
         choices = len(job.prompts) * job.params[0].n
         self._writers = (
@@ -141,7 +141,7 @@ class CompletionRenderer:
         return self._writers[choice].completion(output.token_ids, output.logprobs or [])
 
     def _response(
-        self, choices: list[CompletionChoice], usage: Usage | None | msgspec.UnsetType
+        self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None
     ) -> CompletionResponse:
         job = self._job
         return CompletionResponse(

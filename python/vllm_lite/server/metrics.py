@@ -1,7 +1,7 @@
 """``/metrics``: vLLM's names under the prefix ``vllm_lite:``, in a registry of their own.
 
-Requests write to plain Prometheus objects; the engine's state is read when somebody scrapes. A failure in here
-is logged once and never reaches a request.
+Requests write to plain Prometheus objects; the engine's state is read when somebody scrapes. A failure
+in here is logged and never reaches a request.
 """
 
 import functools
@@ -118,7 +118,7 @@ class Metrics:
         )
         self._success = Counter(
             "vllm_lite:request_success",
-            "Requests that the engine took, by how they ended: stop, length, abort (client left), error."
+            "Requests that the engine took, by how they ended: stop, length, abort, error."
             " With n > 1 the sample that finished last counts.",
             ["model_name", "finished_reason"],
             registry=self._registry,

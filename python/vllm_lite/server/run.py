@@ -1,8 +1,9 @@
 """Runs the server on sockets that are already bound, and ends it in order.
 
-First SIGTERM or SIGINT: the sockets close and new requests on open connections get 503; what runs may finish within
-``shutdown_grace`` seconds, then it is aborted (a stream gets an error event, a plain request 503). Second signal: at
-once. ``serve`` returns in every case, so that the exit code is the caller's.
+First SIGTERM or SIGINT: the sockets close and new requests on open connections get 503; what runs may
+finish within ``shutdown_grace`` seconds, then it is aborted (a stream gets an error event, a plain
+request 503). Second signal: at once. ``serve`` returns in every case, so that the exit code is the
+caller's.
 """
 
 import asyncio
@@ -31,9 +32,9 @@ _FLUSH_SECONDS = 3.0
 
 
 def bind(host: str, port: int, backlog: int = 2048) -> socket.socket:
-    """A listening-to-be TCP socket; port 0 takes a free one (``getsockname`` tells which).
+    """A listening TCP socket for ``serve``; port 0 takes a free one (``getsockname`` tells which).
 
-    Called before a model is loaded, so that a taken port is an error at once: ``OSError`` naming it.
+    For use before a model is loaded: a taken port is an error at once, an ``OSError`` that names it.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -66,7 +67,10 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def serve(engine: EngineLike, sockets: list[socket.socket], options: ServerOptions) -> None:
-    """Serves until a signal (or cancellation) and drains; closes the sockets. Signals are taken over only in the main thread."""
+    """Serves until a signal or cancellation, drains, and closes the sockets.
+
+    Signals are taken over only in the main thread. Cancellation counts as two signals.
+    """
     app = create_app(engine, options)
     state: ServerState = app.state.server
     config = uvicorn.Config(
@@ -96,7 +100,7 @@ async def serve(engine: EngineLike, sockets: list[socket.socket], options: Serve
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn's server without its polling, its re-raised signals, and with a grace time of our own."""
+    """Uvicorn's server, which polls and raises signals again, without those two habits."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config)

@@ -65,7 +65,9 @@ def test_no_spelling_goes_round_the_key(guarded: Client, path: str, method: str)
 
 
 def test_key_rules(guarded: Client) -> None:
-    assert guarded.get("/v1/models", headers={"Authorization": "bearer sk-first"}).status_code == 200
+    assert (
+        guarded.get("/v1/models", headers={"Authorization": "bearer sk-first"}).status_code == 200
+    )
     twice = [("Authorization", "Bearer sk-first"), ("Authorization", "Bearer wrong")]
     assert refused(guarded.get("/v1/models", headers=twice), 401)["code"] == "invalid_api_key"
     refused(guarded.get("/v1/models", headers={"Authorization": b"Bearer \xff\xfe"}), 401)

@@ -100,9 +100,7 @@ def test_streamed_entries_join_to_the_plain_ones(client: Client, per_output: int
     client.engine.script = Script("añ€ b", per_output=per_output)
     fields = {"n": 2, "max_tokens": 8}
     plain = client.complete(logprobs=2, **fields).json()["choices"]
-    chunks = [
-        c["choices"][0] for c in events(client.complete(logprobs=2, stream=True, **fields))
-    ]
+    chunks = [c["choices"][0] for c in events(client.complete(logprobs=2, stream=True, **fields))]
     for index in range(2):
         for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             joined = [x for c in chunks if c["index"] == index for x in c["logprobs"][key]]
