@@ -75,6 +75,7 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "ChatRenderer"]:
     check_choices(1, request.n or 1, state.options.max_choices, "n")
     token_ids = _encode(state, request)
     length = output_length(request, len(token_ids), engine.config.max_model_len, None, "messages")
+    check_token_ids(token_ids, engine.model_config.vocab_size, "messages")
     params = sampling_params(request, engine, logprobs=logprobs, max_tokens=length)
     options = request.stream_options
     job = Job(
@@ -146,7 +147,6 @@ def _encode(state: ServerState, request: ChatRequest) -> list[int]:
         raise bad_request(f"messages: {error}", "messages") from error
     if not token_ids:
         raise bad_request("messages: the chat template makes an empty prompt of them", "messages")
-    check_token_ids(token_ids, state.engine.model_config.vocab_size, "messages")
     return token_ids
 
 

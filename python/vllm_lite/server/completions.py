@@ -56,11 +56,12 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "CompletionRenderer"]
     for ids in token_ids:
         if not ids:
             raise bad_request("prompt: empty; it must have at least one token", "prompt")
-        check_token_ids(ids, engine.model_config.vocab_size, "prompt")
     lengths = [
         output_length(request, len(ids), engine.config.max_model_len, DEFAULT_MAX_TOKENS, "prompt")
         for ids in token_ids
     ]
+    for ids in token_ids:  # after the lengths, so that no endless list is looked through
+        check_token_ids(ids, engine.model_config.vocab_size, "prompt")
     params = sampling_params(request, engine, logprobs=request.logprobs, max_tokens=min(lengths))
     options = request.stream_options
     job = Job(

@@ -1,8 +1,8 @@
 """Runs one generation request and writes its answer, streamed or whole.
 
-The whole life of an answer is in ``GenerationResponse``: it starts the engine's generators, picks the
-status from what comes first, and closes the generators as soon as the client goes away, which aborts
-the request.
+The whole life of an answer is in ``GenerationResponse``: it starts the engine's generators, picks
+the status from what comes first, and closes the generators as soon as the client goes away, which
+aborts the request.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""``/openapi.json``: FastAPI's list of routes, with the schemas of the types that decode requests."""
+"""``/openapi.json``: FastAPI's routes with the schemas of the types that decode requests."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
 """Request and response bodies, in OpenAI's shapes with vLLM's extensions.
 
-Every optional request field takes null for "left out". Types and ranges stand in the annotations, so
-that decoding checks them and ``/openapi.json`` tells the same. Unknown fields are ignored, as OpenAI
-does; fields that are known but not supported are declared too (``Unsupported``), so that they can be
-refused by name.
+Every optional request field takes null for "left out". Types and ranges stand in the annotations,
+so that decoding checks them and ``/openapi.json`` tells the same. Unknown fields are ignored, as
+OpenAI does; fields that are known but not supported are declared too (``Unsupported``), so that
+they can be refused by name.
 """
 
 from typing import Annotated, Any

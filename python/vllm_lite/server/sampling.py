@@ -1,6 +1,6 @@
 """From a request's fields to ``SamplingParams``.
 
-Here are the checks that need the model or the engine's limits; types and ranges are in ``protocol``.
+Here are the checks that need the model or the engine's limits; ``protocol`` has types and ranges.
 """
 
 from collections.abc import Iterable
@@ -107,12 +107,15 @@ def sampling_params(
             fields[name] = value
     vocab_size = engine.model_config.vocab_size
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-        check_token_ids(fields.get(name) or (), vocab_size, name)
+        ids = fields.get(name) or ()
+        if len(ids) > vocab_size:
+            raise bad_request(f"{name}: {len(ids)} entries; the vocabulary has {vocab_size}", name)
+        check_token_ids(ids, vocab_size, name)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     if request.min_tokens is not None and request.min_tokens > max_tokens:
         raise bad_request(
-            f"min_tokens: {request.min_tokens} is above the {max_tokens} tokens that this request may"
-            " generate; lower it or raise max_tokens",
+            f"min_tokens: {request.min_tokens} is above the {max_tokens} tokens that this request"
+            " may generate; lower it or raise max_tokens",
             "min_tokens",
         )
     try:
@@ -127,7 +130,7 @@ def check_token_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
             raise bad_request(
-                f"{param}: token id {show(token_id)} is not in the vocabulary (0..{vocab_size - 1})",
+                f"{param}: token id {show(token_id)} is outside 0..{vocab_size - 1}",
                 param,
             )
 
@@ -162,9 +165,9 @@ def output_length(
         return left if default is None else min(default, left)
     if asked > left:
         raise bad_request(
-            f"{name}: {asked} output tokens after a prompt of {prompt_length} tokens exceed the model's"
-            f" context (max_model_len) of {max_model_len} tokens; ask for at most {left} or shorten the"
-            " prompt",
+            f"{name}: {asked} output tokens after a prompt of {prompt_length} tokens exceed the"
+            f" model's context (max_model_len) of {max_model_len} tokens; ask for at most {left} or"
+            " shorten the prompt",
             name,
             "context_length_exceeded",
         )

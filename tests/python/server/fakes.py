@@ -18,7 +18,7 @@ MAX_MODEL_LEN = 256
 
 
 class FakeTokenizer:
-    """Token id = byte; 256 and 257 are special. ``fixed``: what encode() gives in place of the text."""
+    """Token id = byte; 256 and 257 are special."""
 
     vocab_size = 258
 

@@ -1,4 +1,4 @@
-"""A process that serves the fake engine, for tests of signals: prints its port, exits 0 when drained."""
+"""A process that serves the fake engine: prints its port, and "drained" when it ends in order."""
 
 import sys
 

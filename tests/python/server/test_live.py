@@ -1,4 +1,4 @@
-"""A real server on a loopback port: clients that leave, slow readers, big bodies, the openai client."""
+"""A real server on a loopback port: clients that leave or read slowly, big bodies, openai."""
 
 import http.client
 import json
