@@ -120,7 +120,7 @@ def _number(
     *,
     above_minimum: bool = False,
 ) -> float:
-    """The value as a finite float. Written as "not (good)", since every comparison of NaN is false."""
+    """The value as a finite float. Written as "not (good)": every comparison of NaN is false."""
     bound = f"{'>' if above_minimum else '>='} {minimum:g}"
     if maximum != math.inf:
         bound += f" and <= {maximum:g}"

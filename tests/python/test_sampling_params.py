@@ -1,0 +1,188 @@
+"""Every field of SamplingParams refuses a wrong type or range with a sentence that names it."""
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from vllm_lite.sampling_params import (
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_LOGPROBS,
+    MAX_SAMPLES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    RequestOutputKind,
+    SamplingParams,
+)
+
+NAN, INF = math.nan, math.inf
+NOT_NUMBERS = [NAN, INF, -INF, "0.5", True, False, [], {}, 10**400, 1j, b"1"]
+NUMBERS = {
+    "temperature": [-1e-9, -1],
+    "top_p": [0, -0.5, 1.0000001],
+    "min_p": [-0.1, 1.5],
+    "repetition_penalty": [0, -1.0],
+    "presence_penalty": [-2.01, 3],
+    "frequency_penalty": [-2.01, 3],
+}
+INTEGERS = {
+    "n": [0, -1, MAX_SAMPLES + 1],
+    "top_k": [-2, 2**31],
+    "seed": [-(2**63) - 1, 2**64],
+    "min_tokens": [-1, 17, 2**31],
+    "max_tokens": [0, -1, 2**31],
+    "logprobs": [-1, MAX_LOGPROBS + 1],
+}
+REFUSED = (
+    [(name, value) for name, bad in NUMBERS.items() for value in [*bad, None, *NOT_NUMBERS]]
+    + [(name, value) for name, bad in INTEGERS.items() for value in [*bad, 1.0, *NOT_NUMBERS]]
+    + [("n", None), ("top_k", None), ("min_tokens", None)]
+    + [
+        ("logit_bias", value)
+        for value in [
+            [1],
+            {"abc": 1},
+            {-1: 5},
+            {"-1": 5},
+            {1.0: 5},
+            {True: 5},
+            {5: "x"},
+            {5: NAN},
+            {5: 1e9},
+            {5: -100.5},
+            {5: None},
+            {2**31: 1},
+            {"9" * 5000: 1},
+            {"5": 1, 5: 2},
+            {"\u0665": 1},
+            dict.fromkeys(range(MAX_LOGIT_BIAS_ENTRIES + 1), 1.0),
+        ]
+    ]
+    + [("allowed_token_ids", v) for v in [[], 3, "12", [-1], [1.0], [True], ["1"], [2**31]]]
+    + [("stop_token_ids", v) for v in [3, "12", [-1], [1.5], [False], [None]]]
+    + [
+        ("stop", v)
+        for v in [
+            "",
+            [""],
+            3,
+            [3],
+            ["a", None],
+            b"x",
+            ["a"] * (MAX_STOP_STRINGS + 1),
+            "x" * (MAX_STOP_CHARS + 1),
+        ]
+    ]
+    + [
+        (name, value)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+        for value in (1, 0, "true", None)
+    ]
+    + [("output_kind", 1), ("output_kind", "DELTA")]
+)
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED, ids=lambda value: repr(value)[:30])
+def test_refused_with_the_name_of_the_field(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name}") as caught:
+        SamplingParams(**{name: value})
+    assert "got" in str(caught.value) or "empty" in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "stored"),
+    [
+        ("temperature", 0, 0.0),
+        ("temperature", 100, 100.0),
+        ("temperature", np.float32(0.5), 0.5),
+        ("top_p", 1, 1.0),
+        ("top_p", 1e-9, 1e-9),
+        ("top_k", -1, 0),
+        ("top_k", 0, 0),
+        ("top_k", np.int64(7), 7),
+        ("min_p", 0, 0.0),
+        ("seed", None, None),
+        ("seed", -(2**63), -(2**63)),
+        ("seed", 2**64 - 1, 2**64 - 1),
+        ("presence_penalty", -2, -2.0),
+        ("logit_bias", {"5": 1, 7: -100}, {5: 1.0, 7: -100.0}),
+        ("logit_bias", {}, {}),
+        ("allowed_token_ids", (1, 2), [1, 2]),
+        ("stop", "end", ["end"]),
+        ("stop", [], []),
+        ("stop", "x" * MAX_STOP_CHARS, ["x" * MAX_STOP_CHARS]),
+        ("stop_token_ids", [0], [0]),
+        ("min_tokens", 16, 16),
+        ("max_tokens", None, None),
+        ("logprobs", 0, 0),
+        ("logprobs", MAX_LOGPROBS, MAX_LOGPROBS),
+        ("n", MAX_SAMPLES, MAX_SAMPLES),
+    ],
+)
+def test_accepted_and_normalised(name: str, value: Any, stored: Any) -> None:
+    result = getattr(SamplingParams(**{name: value}), name)
+    assert result == stored and type(result) is type(stored)
+
+
+def test_message_names_value_and_limit() -> None:
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(temperature=NAN)
+    assert str(caught.value) == "temperature must be a finite number >= 0, got nan"
+    with pytest.raises(ValueError, match=r"top_p must be a finite number > 0 and <= 1, got 2"):
+        SamplingParams(top_p=2)
+    with pytest.raises(ValueError, match=r"min_tokens must be <= max_tokens \(3\), got 4"):
+        SamplingParams(min_tokens=4, max_tokens=3)
+    SamplingParams(min_tokens=100, max_tokens=None)
+
+
+def test_several_greedy_samples_are_allowed() -> None:
+    assert SamplingParams(n=3, temperature=0).n == 3
+
+
+def test_unknown_fields_are_refused() -> None:
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=3)  # type: ignore[call-arg]
+    with pytest.raises(msgspec.ValidationError, match="best_of"):
+        msgspec.json.decode(b'{"best_of": 3}', type=SamplingParams)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"temperature": -1}', b'{"top_p": "0.5"}', b'{"n": true}', b'{"logit_bias": {"abc": 1}}'],
+)
+def test_json_is_validated_too(body: bytes) -> None:
+    with pytest.raises(ValueError):
+        msgspec.json.decode(body, type=SamplingParams)
+
+
+def test_travels_as_msgpack() -> None:
+    params = SamplingParams(
+        temperature=0.5,
+        seed=2**64 - 1,
+        logit_bias={7: 1.5},
+        stop=["a"],
+        output_kind=RequestOutputKind.DELTA,
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("logit_bias", {49152: 1}), ("allowed_token_ids", [1, 49152]), ("stop_token_ids", [999999])],
+)
+def test_token_ids_lie_below_the_width_of_the_logits(name: str, value: Any) -> None:
+    params = SamplingParams(**{name: value})
+    with pytest.raises(
+        ValueError, match=f"{name} must hold token ids below 49152.*got {max(value)}"
+    ):
+        params.validate_for(49152)
+    params.validate_for(1_000_000)
+
+
+def test_added_tokens_are_in_the_vocabulary() -> None:
+    """The limit is the model's logits, which have rows for added tokens, not the base vocabulary."""
+    SamplingParams(allowed_token_ids=[49151], stop_token_ids=[49151]).validate_for(49152)
+    SamplingParams().validate_for(1)
