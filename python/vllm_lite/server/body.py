@@ -7,10 +7,11 @@ from vllm_lite.server.state import ServerState
 
 
 class Body:
-    """``async with Body(request, state) as chunks``: the whole body, counted as pending until the block ends.
+    """``async with Body(request, state) as chunks``: the whole body.
 
-    Raises ``ApiError`` 413 as soon as the body is known to be over its bound (by its announced length, or while
-    it comes in), 429 when all bodies together are over theirs.
+    Its bytes count as pending until the block ends. Raises ``ApiError`` 413 as soon as the body is
+    known to be over its bound (by its announced length, or while it comes in), 429 when all pending
+    bodies together are over theirs.
     """
 
     def __init__(self, request: Request, state: ServerState) -> None:
@@ -58,6 +59,6 @@ class Body:
 def _too_large(limit: int) -> ApiError:
     return ApiError(
         413,
-        f"the request body is larger than {limit} bytes, this server's limit; send less in one request",
+        f"the request body is larger than {limit} bytes, this server's limit; send it in parts",
         code="request_too_large",
     )

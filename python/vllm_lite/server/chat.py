@@ -75,6 +75,7 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "ChatRenderer"]:
     check_choices(1, request.n or 1, state.options.max_choices, "n")
     token_ids = _encode(state, request)
     length = output_length(request, len(token_ids), engine.config.max_model_len, None, "messages")
+    check_token_ids(token_ids, engine.model_config.vocab_size, "messages")
     params = sampling_params(request, engine, logprobs=logprobs, max_tokens=length)
     options = request.stream_options
     job = Job(
@@ -100,7 +101,7 @@ def _logprobs(request: ChatRequest) -> int | None:
 
 
 def _refuse_tool_use(request: ChatRequest) -> None:
-    """Tools may be shown to the model; calls in its answer are not parsed, so they may not be asked for."""
+    """Tools may be shown to the model, but not asked for: calls in its answer are not parsed."""
     for index, tool in enumerate(request.tools or ()):
         if tool.type != "function":
             param = f"tools[{index}].type"
@@ -109,7 +110,8 @@ def _refuse_tool_use(request: ChatRequest) -> None:
     if (request.tools and choice != "none") or choice not in (None, "none", "auto"):
         name = "tools" if choice is None else "tool_choice"
         raise bad_request(
-            f"{name}: tool calling is not supported by this server; leave tools out or set tool_choice to 'none'",
+            f"{name}: tool calling is not supported by this server; leave tools out or set"
+            " tool_choice to 'none'",
             name,
             "unsupported_parameter",
         )
@@ -145,12 +147,14 @@ def _encode(state: ServerState, request: ChatRequest) -> list[int]:
         raise bad_request(f"messages: {error}", "messages") from error
     if not token_ids:
         raise bad_request("messages: the chat template makes an empty prompt of them", "messages")
-    check_token_ids(token_ids, state.engine.model_config.vocab_size, "messages")
     return token_ids
 
 
 def _for_template(message: Message, index: int) -> dict[str, Any]:
-    """A message as templates expect it: one text (parts joined by newlines), arguments of calls as objects."""
+    """A message as templates expect it.
+
+    One text (parts are joined by newlines), and the arguments of calls as objects.
+    """
     where = f"messages[{index}]"
     out: dict[str, Any] = {"role": message.role, "content": _text(message, where)}
     for name in ("name", "reasoning_content", "tool_call_id"):
@@ -179,7 +183,7 @@ def _text(message: Message, where: str) -> str:
         param = f"{where}.content[{position}]"
         if part.type != "text":
             raise bad_request(
-                f"{param}.type: {show(part.type)} is not supported; this server takes only 'text' parts",
+                f"{param}.type: {show(part.type)} is not supported; only 'text' parts are",
                 f"{param}.type",
                 "unsupported_parameter",
             )
@@ -209,10 +213,10 @@ def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
 class ChatRenderer:
     def __init__(self, state: ServerState, job: Job, ids: bool) -> None:
         self._job = job
-        self._usage_field: None | msgspec.UnsetType = None if job.include_usage else msgspec.UNSET
+        self._usage_field: msgspec.UnsetType | None = None if job.include_usage else msgspec.UNSET
         self._greeted: set[int] = set()  # choices whose role is out
         top = job.params[0].logprobs
-        # Chat log-probabilities keep no state between pieces, so that one writer serves all choices.
+        # Chat log-probabilities keep no state between pieces: one writer serves all choices.
         self._writer = (
             LogprobsWriter(state.token_texts, top, ids=ids, skip_special=True)
             if top is not None

@@ -56,11 +56,12 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "CompletionRenderer"]
     for ids in token_ids:
         if not ids:
             raise bad_request("prompt: empty; it must have at least one token", "prompt")
-        check_token_ids(ids, engine.model_config.vocab_size, "prompt")
     lengths = [
         output_length(request, len(ids), engine.config.max_model_len, DEFAULT_MAX_TOKENS, "prompt")
         for ids in token_ids
     ]
+    for ids in token_ids:  # after the lengths, so that no endless list is looked through
+        check_token_ids(ids, engine.model_config.vocab_size, "prompt")
     params = sampling_params(request, engine, logprobs=request.logprobs, max_tokens=min(lengths))
     options = request.stream_options
     job = Job(
@@ -95,7 +96,7 @@ def _split(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
 class CompletionRenderer:
     def __init__(self, state: ServerState, job: Job, ids: bool) -> None:
         self._job = job
-        self._usage_field: None | msgspec.UnsetType = None if job.include_usage else msgspec.UNSET
+        self._usage_field: msgspec.UnsetType | None = None if job.include_usage else msgspec.UNSET
         top = job.params[0].logprobs
         choices = len(job.prompts) * job.params[0].n
         self._writers = (
@@ -141,7 +142,7 @@ class CompletionRenderer:
         return self._writers[choice].completion(output.token_ids, output.logprobs or [])
 
     def _response(
-        self, choices: list[CompletionChoice], usage: Usage | None | msgspec.UnsetType
+        self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None
     ) -> CompletionResponse:
         job = self._job
         return CompletionResponse(

@@ -73,8 +73,8 @@ class EngineLike(Protocol):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Closing the generator aborts the request.
 
-        Raises before its first output ``ValueError``, ``QueueFullError`` or ``EngineDeadError``; later
-        ``EngineError`` when the request failed.
+        Raises before its first output ``ValueError``, ``QueueFullError`` or ``EngineDeadError``;
+        later ``EngineError`` when the request failed.
         """
         ...
 

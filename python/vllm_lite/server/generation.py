@@ -1,7 +1,8 @@
 """Runs one generation request and writes its answer, streamed or whole.
 
-The whole life of an answer is in ``GenerationResponse``: it starts the engine's generators, picks the status from
-what comes first, and closes the generators as soon as the client goes away, which aborts the request.
+The whole life of an answer is in ``GenerationResponse``: it starts the engine's generators, picks
+the status from what comes first, and closes the generators as soon as the client goes away, which
+aborts the request.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from vllm_lite.server.state import ServerState
 
 logger = logging.getLogger("vllm_lite.server")
 
-# Above this many tokens and alternatives an answer is rendered in a thread, away from the event loop.
+# Above this many tokens and alternatives an answer is rendered in a thread, off the event loop.
 _LARGE_ANSWER = 4096
 # How long a client that does not read may hold up the last error event.
 _LAST_WORDS = 1.0

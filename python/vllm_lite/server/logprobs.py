@@ -1,7 +1,7 @@
 """Log-probabilities in OpenAI's two shapes.
 
-A token's ``bytes`` are its own, its text those bytes decoded alone: a token that holds part of a character shows
-U+FFFD there, and the bytes of neighbours joined give the character.
+A token's ``bytes`` are its own, its text those bytes decoded alone: a token that holds part of a
+character shows U+FFFD there, and the bytes of neighbours joined give the character.
 """
 
 import codecs
@@ -11,7 +11,7 @@ from vllm_lite.outputs import Logprob
 from vllm_lite.server.engine import TokenizerLike
 from vllm_lite.server.protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
-# JSON has no infinity: a masked token's log-probability is sent as this. Finite values are never changed.
+# JSON has no infinity: a masked token's log-probability is sent as this. Finite values stay.
 LOGPROB_FLOOR = -9999.0
 
 Position = dict[int, Logprob]
@@ -22,7 +22,10 @@ def finite(value: float) -> float:
 
 
 class TokenTexts:
-    """Token id to its text, its bytes, and whether it is special; remembered, one entry per token at most."""
+    """Token id to its text, its bytes, and whether it is special.
+
+    Remembered: at most one entry per token of the vocabulary.
+    """
 
     def __init__(self, tokenizer: TokenizerLike) -> None:
         self._tokenizer = tokenizer
@@ -50,7 +53,7 @@ class LogprobsWriter:
     """Writes one choice's log-probabilities, piece by piece in order.
 
     ``top``: alternatives per position. ``ids``: show tokens as ``token_id:<id>`` (vLLM's
-    ``return_tokens_as_token_ids``). ``skip_special``: special tokens are not part of the choice's text.
+    ``return_tokens_as_token_ids``). ``skip_special``: the choice's text is without special tokens.
     """
 
     def __init__(self, texts: TokenTexts, top: int, *, ids: bool, skip_special: bool) -> None:
@@ -105,7 +108,10 @@ class LogprobsWriter:
         return (f"token_id:{token_id}" if self._ids else text), data, special
 
     def _best(self, position: Position) -> list[tuple[int, float]]:
-        """The ``top`` likeliest, likeliest first; the engine adds the chosen token when it is not one of them."""
+        """The ``top`` likeliest, likeliest first.
+
+        The engine adds the chosen token when it is not one of them; here it is left out again.
+        """
         if not self._top:
             return []
         ranked = sorted(

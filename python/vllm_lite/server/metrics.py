@@ -1,7 +1,7 @@
 """``/metrics``: vLLM's names under the prefix ``vllm_lite:``, in a registry of their own.
 
-Requests write to plain Prometheus objects; the engine's state is read when somebody scrapes. A failure in here
-is logged once and never reaches a request.
+Requests write to plain Prometheus objects; the engine's state is read when somebody scrapes. A
+failure in here is logged and never reaches a request.
 """
 
 import functools
@@ -15,6 +15,7 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Histogram,
+    disable_created_metrics,
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -88,6 +89,7 @@ class Metrics:
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, engine: EngineLike) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a time stamp per counter
         self._registry = CollectorRegistry(auto_describe=False)
         model = engine.config.served_model_names[0]
 
@@ -118,7 +120,7 @@ class Metrics:
         )
         self._success = Counter(
             "vllm_lite:request_success",
-            "Requests that the engine took, by how they ended: stop, length, abort (client left), error."
+            "Requests that the engine took, by how they ended: stop, length, abort, error."
             " With n > 1 the sample that finished last counts.",
             ["model_name", "finished_reason"],
             registry=self._registry,

@@ -1,4 +1,4 @@
-"""``/openapi.json``: FastAPI's route list with the schemas of the types that requests are really decoded with."""
+"""``/openapi.json``: FastAPI's routes with the schemas of the types that decode requests."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def generation(request: str, response: str, chunk: str) -> dict[str, Any]:
     """A route that takes ``request`` and gives ``response``, or server-sent events of ``chunk``."""
     out = answers(response)
     out["responses"]["200"]["description"] = (
-        f"The answer; with stream true events of {chunk}, then [DONE], or an ErrorResponse as the last one"
+        f"The answer; with stream true events of {chunk}, the last [DONE] or an ErrorResponse"
     )
     events = {"schema": {"$ref": f"#/components/schemas/{chunk}"}}
     out["responses"]["200"]["content"]["text/event-stream"] = events

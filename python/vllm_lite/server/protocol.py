@@ -1,8 +1,9 @@
 """Request and response bodies, in OpenAI's shapes with vLLM's extensions.
 
-Every optional request field takes null for "left out". Types and ranges stand in the annotations, so that
-decoding checks them and ``/openapi.json`` tells the same. Unknown fields are ignored, as OpenAI does; fields
-that are known but not supported are declared too (``Unsupported``), so that they can be refused by name.
+Every optional request field takes null for "left out". Types and ranges stand in the annotations,
+so that decoding checks them and ``/openapi.json`` tells the same. Unknown fields are ignored, as
+OpenAI does; fields that are known but not supported are declared too (``Unsupported``), so that
+they can be refused by name.
 """
 
 from typing import Annotated, Any
@@ -183,7 +184,7 @@ def unsupported_fields(request_type: type[GenerationRequest]) -> tuple[str, ...]
     return tuple(f.name for f in msgspec.structs.fields(request_type) if f.type is Unsupported)
 
 
-# -- responses ------------------------------------------------------------------------------------------
+# -- responses -------------------------------------------------------------------------------------
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
@@ -198,7 +199,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """One entry per token in each list. ``text_offset`` counts characters of the choice's own text."""
+    """One entry per token in each list. ``text_offset``: characters of the choice's own text."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -222,7 +223,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
@@ -276,7 +277,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None | UnsetType = UNSET  # in the chunk that finishes
+    stop_reason: int | str | UnsetType | None = UNSET  # in the chunk that finishes
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -285,7 +286,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

@@ -1,8 +1,9 @@
 """Runs the server on sockets that are already bound, and ends it in order.
 
-First SIGTERM or SIGINT: the sockets close and new requests on open connections get 503; what runs may finish within
-``shutdown_grace`` seconds, then it is aborted (a stream gets an error event, a plain request 503). Second signal: at
-once. ``serve`` returns in every case, so that the exit code is the caller's.
+First SIGTERM or SIGINT: the sockets close and new requests on open connections get 503; what runs
+may finish within ``shutdown_grace`` seconds, then it is aborted (a stream gets an error event, a
+plain request 503). Second signal: at once. ``serve`` returns in every case, so that the exit code
+is the caller's.
 """
 
 import asyncio
@@ -28,12 +29,13 @@ T = TypeVar("T")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # After an abort: for error events to leave, and for the engine to free what was aborted.
 _FLUSH_SECONDS = 3.0
+_SHORT_FLUSH_SECONDS = 0.2  # after a second signal
 
 
 def bind(host: str, port: int, backlog: int = 2048) -> socket.socket:
-    """A listening-to-be TCP socket; port 0 takes a free one (``getsockname`` tells which).
+    """A listening TCP socket for ``serve``; port 0 takes a free one (``getsockname`` tells which).
 
-    Called before a model is loaded, so that a taken port is an error at once: ``OSError`` naming it.
+    For use before a model is loaded: a taken port is an ``OSError`` at once, which names it.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -66,7 +68,10 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def serve(engine: EngineLike, sockets: list[socket.socket], options: ServerOptions) -> None:
-    """Serves until a signal (or cancellation) and drains; closes the sockets. Signals are taken over only in the main thread."""
+    """Serves until a signal or cancellation, drains, and closes the sockets.
+
+    Signals are taken over only in the main thread. Cancellation counts as two signals.
+    """
     app = create_app(engine, options)
     state: ServerState = app.state.server
     config = uvicorn.Config(
@@ -92,11 +97,13 @@ async def serve(engine: EngineLike, sockets: list[socket.socket], options: Serve
         if server.cancelled:
             raise asyncio.CancelledError
     finally:
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
         state.close()
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn's server without its polling, its re-raised signals, and with a grace time of our own."""
+    """Uvicorn's server, which polls and raises signals again, without those two habits."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config)
@@ -129,13 +136,17 @@ class _Server(uvicorn.Server):
 
     def _abort(self) -> None:
         if self._state.active:
-            logger.warning("grace time over: ending %d requests", len(self._state.active))
+            logger.warning("ending %d running requests", len(self._state.active))
         self._state.abort_all()
+        self._leave_in(_FLUSH_SECONDS)
 
     def _end_now(self) -> None:
         self._abort()
-        # Error events leave in the next turns of the loop; slow readers are not waited for.
-        asyncio.get_running_loop().call_later(0.2, setattr, self, "force_exit", True)
+        self._leave_in(_SHORT_FLUSH_SECONDS)
+
+    def _leave_in(self, seconds: float) -> None:
+        """Waits for error events to leave, but not for clients that do not read them."""
+        asyncio.get_running_loop().call_later(seconds, setattr, self, "force_exit", True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,7 @@
-"""From a request's fields to ``SamplingParams``, with every check that needs the model or the engine's limits."""
+"""From a request's fields to ``SamplingParams``.
+
+Here are the checks that need the model or the engine's limits; ``protocol`` has types and ranges.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +17,7 @@ from vllm_lite.server.protocol import (
     unsupported_fields,
 )
 
-# Fields of the same name and meaning on both sides; null takes the model's default, then the class's.
+# Fields of one name and meaning on both sides; null takes the model's default, then the class's.
 _SAME = (
     "n",
     "temperature",
@@ -85,7 +88,7 @@ def served_name(engine: EngineLike, asked: str | None) -> str:
 def check_choices(prompts: int, n: int, limit: int, param: str) -> None:
     if prompts * n > limit:
         raise bad_request(
-            f"{param}: {prompts} prompts x n={n} ask for {prompts * n} choices; the limit is {limit}",
+            f"{param}: {prompts} prompts x n={n} are {prompts * n} choices; the limit is {limit}",
             param,
         )
 
@@ -104,12 +107,15 @@ def sampling_params(
             fields[name] = value
     vocab_size = engine.model_config.vocab_size
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-        check_token_ids(fields.get(name) or (), vocab_size, name)
+        ids = fields.get(name) or ()
+        if len(ids) > vocab_size:
+            raise bad_request(f"{name}: {len(ids)} entries; the vocabulary has {vocab_size}", name)
+        check_token_ids(ids, vocab_size, name)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     if request.min_tokens is not None and request.min_tokens > max_tokens:
         raise bad_request(
-            f"min_tokens: {request.min_tokens} is above the {max_tokens} tokens that this request may generate;"
-            " lower it or raise max_tokens",
+            f"min_tokens: {request.min_tokens} is above the {max_tokens} tokens that this request"
+            " may generate; lower it or raise max_tokens",
             "min_tokens",
         )
     try:
@@ -124,7 +130,7 @@ def check_token_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
             raise bad_request(
-                f"{param}: token id {show(token_id)} is outside the vocabulary (0..{vocab_size - 1})",
+                f"{param}: token id {show(token_id)} is outside 0..{vocab_size - 1}",
                 param,
             )
 
@@ -159,8 +165,9 @@ def output_length(
         return left if default is None else min(default, left)
     if asked > left:
         raise bad_request(
-            f"{name}: {asked} output tokens after a prompt of {prompt_length} tokens exceed the model's context"
-            f" (max_model_len) of {max_model_len} tokens; ask for at most {left} or shorten the prompt",
+            f"{name}: {asked} output tokens after a prompt of {prompt_length} tokens exceed the"
+            f" model's context (max_model_len) of {max_model_len} tokens; ask for at most {left} or"
+            " shorten the prompt",
             name,
             "context_length_exceeded",
         )

@@ -18,7 +18,7 @@ MAX_MODEL_LEN = 256
 
 
 class FakeTokenizer:
-    """Token id = byte; 256 and 257 are special. ``fixed``: what encode() gives in place of the text."""
+    """Token id = byte; 256 and 257 are special."""
 
     vocab_size = 258
 
@@ -111,6 +111,7 @@ class FakeEngine:
         self.script = script or Script()
         self.calls: list[Call] = []
         self.running = 0
+        self.produced = 0  # outputs of all requests
         self.aborted: list[str] = []
         self.reason: str | None = None
         self.drained = False
@@ -153,6 +154,7 @@ class FakeEngine:
                 assert script.error is not None
                 raise script.error
             produced += 1
+            self.produced += 1
             outputs = [sample.step() for sample in samples if not sample.done]
             if params.output_kind is RequestOutputKind.FINAL_ONLY:
                 outputs = [

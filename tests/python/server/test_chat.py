@@ -1,0 +1,196 @@
+"""/v1/chat/completions: messages, shapes, streams."""
+
+import msgspec
+import pytest
+from conftest import Client, events, refused
+from fakes import BOS, MAX_MODEL_LEN
+
+from vllm_lite.server.protocol import ChatRequest
+
+
+def user(content: object) -> list[object]:
+    return [{"role": "user", "content": content}]
+
+
+def test_answer_has_every_key_that_clients_check(client: Client) -> None:
+    body = client.chat().json()
+    assert set(body) == {"id", "object", "created", "model", "choices", "usage"}
+    assert body["object"] == "chat.completion"
+    assert body["id"].startswith("chatcmpl-")
+    choice = body["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "Hello, world", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    assert choice["logprobs"] is None
+    assert client.engine.calls[0].prompt == [BOS, *b"user:Hi\nassistant:"]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_stream_has_one_role_and_one_finish_per_index(client: Client, n: int) -> None:
+    plain = client.chat(n=n, max_tokens=4).json()
+    chunks = events(
+        client.chat(n=n, max_tokens=4, stream=True, stream_options={"include_usage": True})
+    )
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == plain["usage"]
+    assert {c["object"] for c in chunks} == {"chat.completion.chunk"}
+    for index in range(n):
+        mine = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert all("role" not in choice["delta"] for choice in mine[1:])
+        assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + ["length"]
+        assert "stop_reason" in mine[-1]
+        text = "".join(choice["delta"].get("content", "") for choice in mine)
+        assert text == plain["choices"][index]["message"]["content"] == "Hell"
+
+
+def test_output_length_defaults_to_what_is_left(client: Client) -> None:
+    body = client.chat(ignore_eos=True).json()
+    assert body["usage"]["total_tokens"] == MAX_MODEL_LEN
+    assert body["choices"][0]["finish_reason"] == "length"
+    refused(client.chat(messages=user("x" * 300)), 400, "messages", "256")
+    refused(client.chat(max_tokens=256), 400, "max_tokens", "256")
+
+
+def test_max_completion_tokens_wins(client: Client) -> None:
+    body = client.chat(max_completion_tokens=5, ignore_eos=True).json()
+    assert body["usage"]["completion_tokens"] == 5
+    body = client.chat(max_completion_tokens=5, max_tokens=3, ignore_eos=True).json()
+    assert body["usage"]["completion_tokens"] == 5
+
+
+def test_messages_reach_the_template(client: Client) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    response = client.chat(
+        messages=[
+            {"role": "system", "content": "Be brief", "name": "boss"},
+            {"role": "user", "content": [{"type": "text", "text": t} for t in ("one", "two")]},
+            {"role": "assistant", "content": None, "tool_calls": [call], "unknown": 1},
+            {"role": "tool", "tool_call_id": "c1", "content": "42"},
+        ],
+        tools=[tool],
+        tool_choice="none",
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    assert response.status_code == 200, response.text
+    (seen,) = client.engine.tokenizer.chats
+    assert seen["messages"] == [
+        {"role": "system", "content": "Be brief", "name": "boss"},
+        {"role": "user", "content": "one\ntwo"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "arguments": {"a": 1}},
+                    "id": "c1",
+                }
+            ],
+        },
+        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+    ]
+    assert seen["tools"] == [tool]
+    assert seen["template_kwargs"] == {"enable_thinking": False}
+    assert seen["add_generation_prompt"] is True
+
+
+def test_continuing_the_last_message_asks_for_no_new_turn(client: Client) -> None:
+    client.chat(continue_final_message=True)
+    client.chat(add_generation_prompt=False)
+    client.chat(add_generation_prompt=True, continue_final_message=False)
+    seen = [
+        (chat["add_generation_prompt"], chat["continue_final_message"])
+        for chat in client.engine.tokenizer.chats
+    ]
+    assert seen == [(False, True), (False, False), (True, False)]
+    both = client.chat(add_generation_prompt=True, continue_final_message=True)
+    refused(both, 400, "continue_final_message")
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        (None, "messages"),
+        ("hi", "messages"),
+        ([1], "messages[0]"),
+        ([{"content": "x"}], "messages[0]"),
+        ([{"role": 5, "content": "x"}], "messages[0].role"),
+        ([{"role": "", "content": "x"}], "messages[0].role"),
+        (user(None), "messages[0]"),
+        (user(7), "messages[0].content"),
+        (user([{"text": "x"}]), "messages[0].content[0]"),
+        (user([{"type": "text"}]), "messages[0].content[0].text"),
+        ([{"role": "martian", "content": "x"}], "messages"),
+        (
+            [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}],
+                }
+            ],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_bad_messages_are_refused_by_name(client: Client, messages: object, param: str) -> None:
+    refused(client.chat(messages=messages), 400, param)
+    assert client.engine.calls == []
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
+def test_media_parts_are_refused_without_a_look(client: Client, kind: str) -> None:
+    part = {"type": kind, kind: {"url": "file:///etc/passwd"}}
+    error = refused(client.chat(messages=user([part])), 400, "messages[0].content[0].type", kind)
+    assert error["code"] == "unsupported_parameter"
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"response_format": {"type": "text", "x": 1}}, "response_format"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"documents": [{}]}, "documents"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"audio": {}}, "audio"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"echo": True}, "echo"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"best_of": 3}, "best_of"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    client: Client, fields: dict[str, object], param: str
+) -> None:
+    assert refused(client.chat(**fields), 400, param, param)["code"] == "unsupported_parameter"
+
+
+def test_neutral_values_are_taken(client: Client) -> None:
+    response = client.chat(
+        tools=[], tool_choice="auto", modalities=["text"], store=True, metadata={"a": "b"}
+    )
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "add_generation_prompt"])
+def test_template_arguments_cannot_replace_the_servers(client: Client, name: str) -> None:
+    refused(client.chat(chat_template_kwargs={name: "x"}), 400, "chat_template_kwargs", name)
+
+
+def test_null_means_left_out(client: Client) -> None:
+    client.chat()
+    names = [f.name for f in msgspec.structs.fields(ChatRequest) if f.name != "messages"]
+    for name in names:
+        assert client.chat(**{name: None}).status_code == 200, name
+    assert client.chat(**dict.fromkeys(names)).status_code == 200
+    assert all(call.params == client.engine.calls[0].params for call in client.engine.calls)
