@@ -241,10 +241,12 @@ void EngineCore::absorb(Stream& stream, TokenId token, const TokenLogprobs* logp
   } else {
     stop = stream.matcher.append(piece_, text_);
     if (stop < 0 && !input.stops.empty()) {
-      // Bytes still held because later tokens may change them count as they would stand at the end.
+      // Bytes still held because later tokens may change them count as they would stand at the
+      // end, unless they are a character that is still being written.
       piece_.clear();
       stream.detokenizer.preview_tail(piece_);
-      if (!piece_.empty() && stream.matcher.would_match(piece_) >= 0) {
+      if (!piece_.empty() && piece_.find("\uFFFD") == std::string::npos &&
+          stream.matcher.would_match(piece_) >= 0) {
         stop = stream.matcher.append(piece_, text_);
       }
     }

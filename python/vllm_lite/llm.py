@@ -62,13 +62,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
-        **template_options: Any,
+        **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation or several; the model's chat template makes the prompts."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [
             self.engine.tokenizer.encode_chat(
-                conversation, add_generation_prompt=add_generation_prompt, **template_options
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                template_kwargs=template_kwargs,
             )
             for conversation in conversations
         ]
