@@ -1,4 +1,4 @@
-"""Fails if a scheduler decode step (plan + build + commit, 256 sequences) takes too many instructions.
+"""Fails if a decode step (plan + build + commit, 256 sequences) takes too many instructions.
 
 Wall time on a shared CI machine says little; the count of instructions that callgrind gives is the
 same on every run with the same compiler. Build type Release (-O3).
