@@ -36,6 +36,7 @@ bool can_fork(const Sequence& sequence) {
 Scheduler::Scheduler(const SchedulerConfig& config, KvCacheManager& cache)
     : config_(config),
       cache_(cache),
+      block_size_(cache.block_size()),
       max_running_(std::min(config.max_num_seqs, config.max_num_batched_tokens)),
       max_headroom_(std::max(1, cache.num_blocks() / 16)),
       running_(config.policy == SchedulingPolicy::kPriority),
@@ -159,7 +160,7 @@ bool Scheduler::schedule_running(int32_t& budget) {
     const int32_t num_tokens = std::min({remaining, max_chunk(), budget - num_decodes});
     if (num_tokens <= 0) continue;  // a chunk for which this step has nothing left
     const int32_t needed = s->num_computed + num_tokens;
-    const auto capacity = static_cast<int64_t>(s->block_table.blocks.size()) * cache_.block_size();
+    const auto capacity = static_cast<int64_t>(s->block_table.blocks.size()) * block_size_;
     if (needed > capacity) {
       while (!cache_.grow(s->block_table, needed)) {
         VL_ASSERT(running_.size() >
@@ -238,7 +239,7 @@ bool Scheduler::try_admit(Sequence* sequence, int32_t headroom) {
 Scheduler::ForkResult Scheduler::try_fork(Sequence* sequence, int32_t headroom) {
   Sequence& s = *sequence;
   const int32_t num_shared = s.num_prompt_tokens - 1;
-  const int32_t num_new = cache_.blocks_for(s.num_tokens()) - num_shared / cache_.block_size();
+  const int32_t num_new = cache_.blocks_for(s.num_tokens()) - num_shared / block_size_;
   if (cache_.num_available_blocks() < num_new + headroom) return ForkResult::kNoRoom;
   if (!cache_.fork(s.fork_parent->block_table, s.block_table, num_shared, copies_)) {
     return ForkResult::kImpossible;
@@ -290,7 +291,7 @@ void Scheduler::cancel_step() {
       if (s.num_preemptions == 0) s.num_cached_tokens = -1;
     } else {
       // All that this step can have sent of its table is where its new tokens go.
-      s.num_blocks_sent = std::min(s.num_blocks_sent, part.first_token / cache_.block_size());
+      s.num_blocks_sent = std::min(s.num_blocks_sent, part.first_token / block_size_);
     }
   }
   for (RowId row : reported_rows_) {
@@ -400,7 +401,7 @@ void Scheduler::check_invariants() const {
     VL_ASSERT(s->state == SequenceState::kRunning && s->fork_parent == nullptr);
     VL_ASSERT(previous == nullptr || running_.before(*previous, *s));
     VL_ASSERT(s->num_computed >= 0 && s->num_computed < s->num_tokens());
-    VL_ASSERT(static_cast<int64_t>(s->block_table.blocks.size()) * cache_.block_size() >=
+    VL_ASSERT(static_cast<int64_t>(s->block_table.blocks.size()) * block_size_ >=
               std::max(s->num_computed, s->num_prompt_tokens));
     take_row(s->row);
     tables.push_back(&s->block_table);

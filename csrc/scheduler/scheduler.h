@@ -165,6 +165,7 @@ class Scheduler {
 
   const SchedulerConfig config_;
   KvCacheManager& cache_;
+  const int32_t block_size_;
   const int32_t max_running_;
   const int32_t max_headroom_;
   SequenceQueue running_;

@@ -132,13 +132,12 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   for (const ScheduledSequence& part : step.sequences) {
     Sequence& s = *part.sequence;
     const BlockId* const table = s.block_table.blocks.data();
+    const TokenId* const own_tokens = s.tokens.data();
     words[starts_at + static_cast<size_t>(index)] = token;
     words[lens_at + static_cast<size_t>(index)] = part.first_token + part.num_tokens;
     words[rows_at + static_cast<size_t>(index)] = s.row;
     ++index;
 
-    tokens =
-        append(tokens, s.tokens.data() + part.first_token, static_cast<size_t>(part.num_tokens));
     const int32_t end = part.first_token + part.num_tokens;
     for (int32_t position = part.first_token; position < end; ++position) {
       const int64_t slot =
@@ -146,6 +145,7 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
       std::memcpy(slots, &slot, sizeof(slot));
       slots += 2;
       *positions++ = position;
+      *tokens++ = own_tokens[position];
     }
     token += part.num_tokens;
     header.max_query_len = std::max(header.max_query_len, part.num_tokens);

@@ -16,8 +16,21 @@
 namespace vllm_lite {
 namespace {
 
+// How often the traces reached what they are for.
+struct Coverage {
+  int64_t preemptions = 0;
+  int64_t prefix_hits = 0;
+  int64_t evictions = 0;
+  int64_t copies = 0;
+  int64_t passed_over = 0;
+  int64_t cancelled = 0;
+  int64_t predicted = 0;
+};
+
 class Trace {
  public:
+  Coverage coverage;
+
   explicit Trace(uint32_t seed) : random_(seed) {
     cache_config_.block_size = 1 << pick(0, 3);
     cache_config_.num_blocks = pick(4, 24);
@@ -59,6 +72,9 @@ class Trace {
     EXPECT_EQ(cache_->num_used_blocks(), 0);
     EXPECT_EQ(cache_->num_available_blocks(), cache_config_.num_blocks);
     EXPECT_TRUE(scheduler_->plan().empty());
+    coverage.preemptions = scheduler_->stats().num_preemptions;
+    coverage.prefix_hits = cache_->stats().prefix_hits;
+    coverage.evictions = cache_->stats().evictions;
   }
 
  private:
@@ -162,6 +178,9 @@ class Trace {
     if (predictable) check_decision(step, expected, before);
     if (step.empty()) return;
     check_limits(step);
+    coverage.copies += static_cast<int64_t>(step.copies.size());
+    coverage.predicted += predictable;
+    coverage.passed_over += static_cast<int64_t>(expected.passed_over.size());
 
     const auto words = builder_->build(step, ++step_id_);
     const PlanView plan(words);
@@ -192,6 +211,7 @@ class Trace {
       worker_->take_in(plan);
       worker_->spoil(plan, 0, step.num_tokens);
     }
+    ++coverage.cancelled;
     const std::vector<ScheduledSequence> parts(step.sequences.begin(), step.sequences.end());
     scheduler_->cancel_step();
     for (const ScheduledSequence& part : parts) {
@@ -301,11 +321,31 @@ TEST(RandomTrace, HoldsEveryInvariantAndGivesEverySequenceItsOwnTokens) {
   if (const char* traces = std::getenv("VLLM_LITE_TRACES")) {
     ASSERT_EQ(std::sscanf(traces, "%u:%u", &first, &count), 2);
   }
+  Coverage sum;
   for (uint32_t seed = first; seed < first + count; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    Trace(seed).run(60);
+    Trace trace(seed);
+    trace.run(60);
     if (HasFailure()) return;
+    for (int64_t Coverage::* field :
+         {&Coverage::preemptions, &Coverage::prefix_hits, &Coverage::evictions, &Coverage::copies,
+          &Coverage::passed_over, &Coverage::cancelled, &Coverage::predicted}) {
+      sum.*field += trace.coverage.*field;
+    }
   }
+  std::printf(
+      "preemptions %ld, prefix hits %ld, evictions %ld, copies %ld, passed over %ld, "
+      "cancelled %ld, predicted %ld\n",
+      sum.preemptions, sum.prefix_hits, sum.evictions, sum.copies, sum.passed_over, sum.cancelled,
+      sum.predicted);
+  if (count < 1000) return;
+  EXPECT_GT(sum.preemptions, 1000);
+  EXPECT_GT(sum.prefix_hits, 1000);
+  EXPECT_GT(sum.evictions, 1000);
+  EXPECT_GT(sum.copies, 1000);
+  EXPECT_GT(sum.passed_over, 100);
+  EXPECT_GT(sum.cancelled, 1000);
+  EXPECT_GT(sum.predicted, 10000);
 }
 
 }  // namespace
