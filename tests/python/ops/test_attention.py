@@ -1,8 +1,9 @@
-"""Paged attention, store_kv and copy_blocks against float64 references, and contract "row" bit for bit."""
+"""Paged attention, store_kv and copy_blocks against references; contract "row" bit for bit."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +23,13 @@ TOLERANCE = {
 
 @pytest.fixture(params=ISAS, autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = ops.current_cpu_isa()
+    before, threads = ops.current_cpu_isa(), torch.get_num_threads()
     ops.set_cpu_isa(request.param)
+    # The small products of the references lose more to a second thread than they gain.
+    torch.set_num_threads(1)
     yield request.param
     ops.set_cpu_isa(before)
+    torch.set_num_threads(threads)
 
 
 @dataclass
@@ -37,7 +41,7 @@ class Sequence:
     value: torch.Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class Options:
     scale: float
     sliding_window: int = 0
@@ -89,7 +93,11 @@ def reference(sequence: Sequence, options: Options) -> torch.Tensor:
 
 
 def run(
-    sequences: list[Sequence], options: Options, block_size: int, seed: int = 0, unused: float = math.nan
+    sequences: list[Sequence],
+    options: Options,
+    block_size: int,
+    seed: int = 0,
+    unused: float = math.nan,
 ) -> list[torch.Tensor]:
     """Stores the sequences into a cache of shuffled blocks and attends; one result per sequence.
 
@@ -100,9 +108,7 @@ def run(
     num_blocks = [-(-len(s.key) // block_size) for s in sequences]
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(sum(num_blocks) + 3, generator=generator).int()
-    kv_cache = torch.full(
-        (len(order), 2, num_kv_heads, block_size, head_size), unused, dtype=dtype
-    )
+    kv_cache = torch.full((len(order), 2, num_kv_heads, block_size, head_size), unused, dtype=dtype)
     max_rows = len(sequences) + 2
     rows = torch.randperm(max_rows, generator=generator)[: len(sequences)].int()
     block_tables = torch.full((max_rows, max([*num_blocks, 1]) + 1), 2**30, dtype=torch.int32)
@@ -132,7 +138,7 @@ def run(
         options.scale, options.sliding_window, options.soft_cap, options.alibi_slopes,
     )  # fmt: skip
     assert out[:, heads:].isnan().all(), "written past the heads of a token"
-    return list(out[:, :heads].split([len(s.query) for s in sequences]))
+    return list(torch.split(out[:, :heads], [len(s.query) for s in sequences]))
 
 
 def check(sequences: list[Sequence], options: Options, block_size: int = 16) -> None:
@@ -144,8 +150,8 @@ def check(sequences: list[Sequence], options: Options, block_size: int = 16) -> 
         assert error.max() <= TOLERANCE[result.dtype] * scale
 
 
-def options_for(head_size: int, **more: object) -> Options:
-    return Options(scale=head_size**-0.5, **more)  # type: ignore[arg-type]
+def options_for(head_size: int, **more: Any) -> Options:
+    return Options(scale=head_size**-0.5, **more)
 
 
 MIXES = {
@@ -232,10 +238,13 @@ def test_a_row_before_the_first_token_sees_nothing() -> None:
 
 # ---- contract "row" -----------------------------------------------------------------------------
 
-ROW_OPTIONS = {
+ROW_OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 70},
-    "cap and alibi": {"soft_cap": 8.0, "alibi_slopes": torch.tensor([0.5, 0.1, 0.02, 0.3, 0.2, 0.1])},
+    "cap and alibi": {
+        "soft_cap": 8.0,
+        "alibi_slopes": torch.tensor([0.5, 0.1, 0.02, 0.3, 0.2, 0.1]),
+    },
 }
 
 
@@ -256,18 +265,22 @@ def test_chunks_give_the_bits_of_the_whole_prompt(
 ) -> None:
     sequence = make_sequences([(330, 330)], 2, 3, 64, dtype)[0]
     whole = run([sequence], row_options, 16)[0]
-    # Every chunk of the prompt at once, as sequences of one batch, and the late ones alone.
-    chunks = [part(sequence, b, min(b + chunk, 330)) for b in range(0, 330, chunk)]
-    assert torch.equal(torch.cat(run(chunks[:: max(1, 24 // chunk)], row_options, 16)),
-                       torch.cat([whole[b : b + chunk] for b in range(0, 330, chunk)][:: max(1, 24 // chunk)]))  # fmt: skip
-    assert torch.equal(run(chunks[-1:], row_options, 16)[0], whole[330 - len(chunks[-1].query) :])
+    # Chunks of the prompt as sequences of one batch (of short ones, some); the last one alone.
+    begins = range(0, 330, chunk * max(1, 21 // chunk))
+    chunks = [part(sequence, begin, min(begin + chunk, 330)) for begin in begins]
+    for begin, result in zip(begins, run(chunks, row_options, 16), strict=True):
+        assert torch.equal(result, whole[begin : begin + chunk])
+    last = run(chunks[-1:], row_options, 32)[0]
+    assert torch.equal(last, whole[begins[-1] : begins[-1] + chunk])
 
 
 def test_head_size_80_keeps_the_bits_too() -> None:
     sequence = make_sequences([(150, 150)], 1, 4, 80, torch.bfloat16)[0]
     whole = run([sequence], options_for(80), 16)[0]
     for begin, end in [(0, 1), (1, 8), (63, 127), (149, 150)]:
-        assert torch.equal(run([part(sequence, begin, end)], options_for(80), 16)[0], whole[begin:end])
+        assert torch.equal(
+            run([part(sequence, begin, end)], options_for(80), 16)[0], whole[begin:end]
+        )
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -275,20 +288,16 @@ def test_company_placement_and_threads_do_not_change_a_bit(
     threads: int, row_options: Options
 ) -> None:
     """Alone a long row is split over the cores by range; among many it is not."""
-    lengths = [(1, 1500), (1, 40), (90, 300), (1, 256), (1, 257), (2, 1023)] + [(1, 900)] * 30
+    lengths = [(1, 1500), (1, 40), (90, 300), (1, 256), (1, 257), (2, 1023)] + [(1, 600)] * 20
     sequences = make_sequences(lengths, 2, 3, 64, torch.bfloat16)
-    before = torch.get_num_threads()
     together = run(sequences, row_options, 16, seed=1)
     torch.set_num_threads(threads)
-    try:
-        for i in range(7):
-            for block_size, seed, unused in [(16, 2, math.nan), (8, 3, 1.0), (32, 4, math.inf)]:
-                alone = run([sequences[i]], row_options, block_size, seed, unused)[0]
-                assert torch.equal(alone, together[i])
-        for a, b in zip(run(sequences, row_options, 16, seed=5), together, strict=True):
-            assert torch.equal(a, b)
-    finally:
-        torch.set_num_threads(before)
+    for i in range(7):
+        for block_size, seed, unused in [(16, 2, math.nan), (8, 3, 1.0), (32, 4, math.inf)]:
+            alone = run([sequences[i]], row_options, block_size, seed, unused)[0]
+            assert torch.equal(alone, together[i])
+    for a, b in zip(run(sequences, row_options, 16, seed=5), together, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])

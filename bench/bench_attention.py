@@ -1,0 +1,113 @@
+"""Paged attention on the CPU against this machine's ceilings.
+
+Decode reads every KV byte once, so its bound is read bandwidth; prefill is bound by multiply-adds.
+Both ceilings are measured here, with torch: a sum over a large tensor, a float32 matrix product.
+
+    python bench/bench_attention.py [--isa avx2] [--threads 1] [--heads 32 --kv-heads 8 ...]
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+
+from vllm_lite import ops
+
+BLOCK_SIZE = 16
+
+
+def best_seconds(call: Callable[[], object], budget: float = 0.5) -> float:
+    """The fastest of the calls that fit into about ``budget`` seconds (at least three)."""
+    call()
+    best, spent, count = float("inf"), 0.0, 0
+    while spent < budget or count < 3:
+        start = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - start
+        best, spent, count = min(best, seconds), spent + seconds, count + 1
+    return best
+
+
+def read_ceiling() -> float:
+    """Bytes per second of reading 256 MiB, larger than what the caches keep of it."""
+    data = torch.ones(2**25, dtype=torch.float64)
+    return data.numel() * 8 / best_seconds(lambda: data.sum())
+
+
+def multiply_ceiling() -> float:
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    return 2 * 1024**3 / best_seconds(lambda: a @ b)
+
+
+class Case:
+    """``batch`` sequences of ``context`` tokens in shuffled blocks, the last ``num_query`` asked.
+
+    Each call reads another layer's cache, as a model does: a small case must not stay in L2.
+    """
+
+    def __init__(self, args: argparse.Namespace, batch: int, context: int, num_query: int) -> None:
+        dtype = getattr(torch, args.dtype)
+        blocks_each = -(-context // BLOCK_SIZE)
+        shape = (batch * blocks_each, 2, args.kv_heads, BLOCK_SIZE, args.head_size)
+        layer_bytes = torch.Size(shape).numel() * dtype.itemsize
+        num_layers = max(1, min(64, 2**29 // layer_bytes))
+        self.layers = [torch.empty(shape, dtype=dtype).normal_() for _ in range(num_layers)]
+        order = torch.randperm(batch * blocks_each).int()
+        self.block_tables = order.reshape(batch, blocks_each).contiguous()
+        self.query = torch.randn(batch * num_query, args.heads, args.head_size).to(dtype)
+        self.out = torch.empty_like(self.query)
+        self.rows = torch.arange(batch, dtype=torch.int32)
+        self.query_start = (torch.arange(batch + 1) * num_query).int()
+        self.seq_lens = torch.full((batch,), context, dtype=torch.int32)
+        self.scale = args.head_size**-0.5
+        self.kv_bytes = 2 * batch * context * args.kv_heads * args.head_size * dtype.itemsize
+        seen = num_query * (context - num_query) + num_query * (num_query + 1) // 2
+        self.flops = 4 * batch * seen * args.heads * args.head_size
+        self.next_layer = 0
+
+    def __call__(self) -> None:
+        self.next_layer = (self.next_layer + 1) % len(self.layers)
+        ops.paged_attention(
+            self.out, self.query, self.layers[self.next_layer], self.block_tables, self.rows,
+            self.query_start, self.seq_lens, self.scale,
+        )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--isa", choices=ops.cpu_isas(), default=ops.current_cpu_isa())
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--heads", type=int, default=9)
+    parser.add_argument("--kv-heads", type=int, default=3)
+    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    ops.set_cpu_isa(args.isa)
+    read, multiply = read_ceiling(), multiply_ceiling()
+    print(
+        f"{args}\n"
+        f"ceilings: read {read / 1e9:.1f} GB/s, float32 product {multiply / 1e9:.0f} GFLOP/s"
+    )
+    for batch, context in [(1, 512), (1, 4096), (16, 512), (16, 4096)]:
+        case = Case(args, batch, context, 1)
+        seconds = best_seconds(case)
+        rate = case.kv_bytes / seconds
+        print(
+            f"decode  batch {batch:3} context {context:5}: {seconds * 1e6:9.1f} us, "
+            f"{rate / 1e9:6.2f} GB/s of KV = {rate / read:4.0%} of the read ceiling"
+        )
+    for batch, context, num_query in [(1, 512, 512), (1, 4096, 256), (16, 128, 128)]:
+        case = Case(args, batch, context, num_query)
+        seconds = best_seconds(case)
+        rate = case.flops / seconds
+        print(
+            f"prefill batch {batch:3} context {context:5} query {num_query:4}: "
+            f"{seconds * 1e6:9.1f} us, "
+            f"{rate / 1e9:6.1f} GFLOP/s = {rate / multiply:4.0%} of the product ceiling"
+        )
+
+
+if __name__ == "__main__":
+    main()
