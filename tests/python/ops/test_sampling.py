@@ -233,7 +233,7 @@ def test_a_long_tail_just_inside_top_p(isa: str) -> None:
     # Each of the tail is small against what top_p leaves out; four fifths of it stay all the same.
     logits = torch.full((1, 1001), -3.0)
     logits[0, 0] = 0.0
-    tail = 1000 * np.exp(-3.0)
+    tail = float(1000 * np.exp(-3.0))
     row = Row(1.0, top_p=1.0 - tail / 5 / (1.0 + tail))
     drawn = sampled_set(logits, row, 3000)
     assert 700 < len(drawn) <= 802 and max(drawn) in (799, 800, 801)
