@@ -103,12 +103,12 @@ def bench_sampling(budget: float, ceiling: float) -> None:
         for name, (floats, ints) in SAMPLING.items():
             float_state = torch.tensor([floats] * num_rows).T.contiguous()
             int_state = torch.tensor([ints] * num_rows, dtype=torch.int32).T.contiguous()
-            history: tuple[torch.Tensor | None, torch.Tensor | None]
-            history = (counts, mask) if "penalty" in name else (None, None)
+            penalized = "penalty" in name
 
             run = partial(
                 ops.sample,
-                logits, rows, positions, float_state, int_state, seeds, *history,
+                logits, rows, positions, float_state, int_state, seeds,
+                counts if penalized else None, mask if penalized else None,
                 None, None, None, None, None, None, None,
                 token_ids, logprobs, ranks, top_ids, top_logprobs,
             )  # fmt: skip

@@ -109,10 +109,12 @@ struct Q6_K {
       const uint8_t* low = block + part * 64 + in_part % 2 * 32;
       const uint8_t* high = block + 128 + part * 32;
       const int low_shift = in_part / 2 * 4, high_shift = in_part * 2;
-      for (int i = 0; i < 32; ++i) {
-        const int quant = (low[i] >> low_shift & 15) | (high[i] >> high_shift & 3) << 4;
-        const float scale = d * static_cast<float>(scales[group * 2 + i / 16]);
-        out[i] = scale * static_cast<float>(quant - 32);
+      for (int begin = 0; begin < 32; begin += 16) {
+        const float scale = d * static_cast<float>(scales[group * 2 + begin / 16]);
+        for (int i = begin; i < begin + 16; ++i) {
+          const int quant = (low[i] >> low_shift & 15) | (high[i] >> high_shift & 3) << 4;
+          out[i] = scale * static_cast<float>(quant - 32);
+        }
       }
     }
   }

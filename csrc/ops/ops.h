@@ -89,7 +89,9 @@ void dequantize_cpu(const DequantizeParams& params);
 //      stays;
 //   6. Gumbel-max with Philox4x32-10 keyed by (seed) and counted by (position, token id): one noise per token id,
 //      so that the choice depends on nothing but the row.
-// A row whose logits hold a NaN, or leave no finite candidate, yields token -1.
+// A row whose logits hold a NaN or +inf, or leave no finite candidate, yields token -1, rank 0 and logprob
+// -inf. Ids outside the vocabulary in the lists below are ignored. Two rows of one call must not share a
+// row of output_counts.
 // -inf logits are never chosen; their logprobs are reported as -inf.
 struct SampleParams {
   const float* logits;       // [num_rows, vocab_size]
@@ -130,7 +132,6 @@ struct SampleParams {
   int32_t max_logprobs;
   int64_t stream;
 };
-VL_DECLARE_ISA_KERNEL(sample, SampleParams)
 void sample_cpu(const SampleParams& params);
 
 }  // namespace vllm_lite

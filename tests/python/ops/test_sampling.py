@@ -189,6 +189,7 @@ def test_extreme_logits_and_a_huge_temperature(isa: str) -> None:
     [
         (Row(1.0, top_k=3), {0, 1, 2}),
         (Row(1.0, top_p=0.45), {0, 1, 2, 3, 4}),
+        (Row(1.0, top_p=0.5), {0, 1, 2, 3, 4}),  # exactly
         (Row(1.0, top_p=0.0), {0}),
         (Row(1.0, min_p=1.0), set(range(10))),
         (Row(1.0, top_k=10), set(range(10))),
@@ -219,6 +220,23 @@ def test_ties_at_a_boundary_go_to_the_lowest_ids(row: Row, kept: set[int], isa: 
 )
 def test_cuts_by_hand(row: Row, kept: set[int], isa: str) -> None:
     assert sampled_set(log_of(0.2, 0.4, 0.3, 0.1), row) == kept
+
+
+def test_equal_weights_of_unequal_logits_are_cut_by_logit(isa: str) -> None:
+    # At this temperature every weight is exactly 1.
+    logits = torch.tensor([[-3.0, -1.0, 0.0, -2.0]])
+    assert sampled_set(logits, Row(1e30, top_p=0.5)) == {2, 1}
+    assert sampled_set(logits, Row(1e30, top_p=0.51)) == {2, 1, 3}
+
+
+def test_a_long_tail_just_inside_top_p(isa: str) -> None:
+    # Each of the tail is small against what top_p leaves out; four fifths of it stay all the same.
+    logits = torch.full((1, 1001), -3.0)
+    logits[0, 0] = 0.0
+    tail = float(1000 * np.exp(-3.0))
+    row = Row(1.0, top_p=1.0 - tail / 5 / (1.0 + tail))
+    drawn = sampled_set(logits, row, 3000)
+    assert 700 < len(drawn) <= 802 and max(drawn) in (799, 800, 801)
 
 
 def test_two_of_three_equal_second_places(isa: str) -> None:
