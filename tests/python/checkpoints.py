@@ -126,6 +126,17 @@ class PagedRunner:
             for index, row in enumerate(tokens_of_rows)
         }
 
+    def share_blocks(self, source: int, row: int, num_blocks: int) -> None:
+        """Begins ``row`` with the first blocks of ``source``, as a prefix hit does."""
+        self._tables[row, :num_blocks] = self._tables[source, :num_blocks]
+        self._num_blocks[row] = num_blocks
+        self._lengths[row] = num_blocks * self._block_size
+
+    def drop_blocks(self, row: int, num_blocks: int) -> None:
+        """Frees the first blocks of ``row``: nothing may read them or their entries any more."""
+        self._arena[:, self._tables[row, :num_blocks].long()] = float("nan")
+        self._tables[row, :num_blocks] = -1
+
     def run(self, token_ids: list[int], chunks: list[int], row: int = 0) -> torch.Tensor:
         """The logits at every position, in steps of the given sizes; the rest one by one."""
         sizes = [*chunks, *[1] * (len(token_ids) - sum(chunks))]

@@ -180,6 +180,7 @@ def test_end_tokens_and_sizes_from_metadata(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
+        (lambda w: w.add_uint16("split.count", 3), r"split\.count is 3"),
         (lambda w: w.add_expert_count(8), r"llama\.expert_count is 8"),
         (lambda w: w.add_sliding_window(16), r"llama\.attention\.sliding_window is 16"),
         (lambda w: w.add_rope_dimension_count(32), r"llama\.rope\.dimension_count is 32"),

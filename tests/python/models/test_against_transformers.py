@@ -146,6 +146,31 @@ def test_sliding_window(case: str, chunks: list[int], tmp_path: Path) -> None:
     check(make_model(family, **config), tmp_path, length=150, chunks=chunks)
 
 
+def test_blocks_that_fell_out_of_the_window_are_not_read(tmp_path: Path) -> None:
+    reference = make_model("mistral", sliding_window=16)
+    runner = PagedRunner(load(save(reference, tmp_path)))
+    tokens = prompt(130)
+    expected = reference_logits(reference, tokens)
+    runner.run(tokens[:100], [7] * 14)
+    runner.drop_blocks(row=0, num_blocks=(101 - 16) // 16)
+    logits = runner.run(tokens[100:], [3])
+    torch.testing.assert_close(logits, expected[100:], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["mistral", "qwen3-interleaved"])
+def test_a_cached_prefix_serves_another_sequence(case: str, tmp_path: Path) -> None:
+    family, config = WINDOWS[case]
+    reference = make_model(family, **config)
+    runner = PagedRunner(load(save(reference, tmp_path)))
+    first = prompt(70)
+    second = [*first[:48], *prompt(30, seed=1)]
+    runner.run(first, [70])
+    runner.share_blocks(source=0, row=3, num_blocks=3)
+    logits = runner.run(second[48:], [25], row=3)
+    expected = reference_logits(reference, second)[48:]
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_half_precision_stays_near_float32(family: str, dtype: str, tmp_path: Path) -> None:
