@@ -1,4 +1,4 @@
-"""Tiny checkpoints with random weights, made with transformers, and a paged runner to compare with it."""
+"""Tiny random checkpoints made with transformers, and a paged runner to compare with it."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ _SIZES: dict[str, Any] = {
 def make_model(family: str, seed: int = 0, **config: Any) -> Any:
     """A transformers model in float32 with eager attention; ``config`` overrides the tiny sizes.
 
-    Every parameter is random, the norms' and biases' too, and attention scores are large enough to tell positions
+    Every parameter is random, the norms' and biases' too, and attention scores are large enough to
+    tell positions
     apart: with transformers' own initial values many mistakes would stay below the tolerance.
     """
     config_class, model_class = _CLASSES[family]
@@ -53,7 +54,7 @@ def make_model(family: str, seed: int = 0, **config: Any) -> Any:
 
 
 def save(model: Any, directory: Path, **options: Any) -> ModelFiles:
-    """Writes config.json, generation_config.json and safetensors; ``options``: those of save_pretrained."""
+    """Writes a Hugging Face directory; ``options``: those of save_pretrained."""
     model.save_pretrained(directory, **options)
     return ModelFiles(directory)
 
@@ -76,7 +77,7 @@ def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
 
 
 class PagedRunner:
-    """Runs sequences through a model with a paged cache whose blocks are scattered and begin as NaN."""
+    """Runs sequences through a model with a paged cache: scattered blocks that begin as NaN."""
 
     def __init__(self, model: CausalLM, num_blocks: int = 64, block_size: int = 16) -> None:
         config = model.config
@@ -125,8 +126,19 @@ class PagedRunner:
             for index, row in enumerate(tokens_of_rows)
         }
 
+    def share_blocks(self, source: int, row: int, num_blocks: int) -> None:
+        """Begins ``row`` with the first blocks of ``source``, as a prefix hit does."""
+        self._tables[row, :num_blocks] = self._tables[source, :num_blocks]
+        self._num_blocks[row] = num_blocks
+        self._lengths[row] = num_blocks * self._block_size
+
+    def drop_blocks(self, row: int, num_blocks: int) -> None:
+        """Frees the first blocks of ``row``: nothing may read them or their entries any more."""
+        self._arena[:, self._tables[row, :num_blocks].long()] = float("nan")
+        self._tables[row, :num_blocks] = -1
+
     def run(self, token_ids: list[int], chunks: list[int], row: int = 0) -> torch.Tensor:
-        """The logits at every position, computed in steps of the given sizes; the rest one by one."""
+        """The logits at every position, in steps of the given sizes; the rest one by one."""
         sizes = [*chunks, *[1] * (len(token_ids) - sum(chunks))]
         logits, begin = [], 0
         for size in sizes:

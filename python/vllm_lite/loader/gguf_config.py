@@ -32,6 +32,8 @@ def gguf_fields(gguf: GgufFile) -> Fields:
         raise metadata.error("general.architecture", f"supported: {', '.join(_ARCHITECTURES)}")
     if metadata.integer(f"{arch}.expert_count", 0, minimum=0):
         raise metadata.error(f"{arch}.expert_count", "mixtures of experts are not supported")
+    if metadata.integer("split.count", 1, minimum=0) > 1:
+        raise metadata.error("split.count", "join the parts with llama-gguf-split --merge")
     if "token_embd.weight" not in gguf.tensors:
         raise ValueError(f"{gguf.path}: tensor token_embd.weight is missing")
     values: dict[str, Any] = {

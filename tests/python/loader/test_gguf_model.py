@@ -1,4 +1,4 @@
-"""GGUF files: what the gguf package writes is what the model computes with, or is refused by name."""
+"""GGUF files: the model computes with what the gguf package wrote, or refuses it by name."""
 
 import importlib.util
 import math
@@ -34,7 +34,7 @@ def write_gguf(
     extra: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
     skip: str = "",
 ) -> ModelFiles:
-    """Writes ``model`` as llama.cpp's converter does; quantized values are put back into ``model``."""
+    """Writes ``model`` as llama.cpp's converter does; puts decoded values back into ``model``."""
     config = model.config
     arch = config.model_type
     names = gguf.get_tensor_name_map(ARCHITECTURES[arch], config.num_hidden_layers)
@@ -140,7 +140,7 @@ def test_linear_and_yarn_scaling(tmp_path: Path) -> None:
 
 
 def test_llama3_frequency_divisors(tmp_path: Path) -> None:
-    """Converters put llama3's scaling into a tensor, rope_freqs.weight; ignoring it only shows in long texts."""
+    """Converters put llama3's scaling into a tensor; ignoring it only shows in long texts."""
     factor, low, high, original = 8.0, 1.0, 4.0, 64
     rope = {
         "rope_type": "llama3",
@@ -180,6 +180,7 @@ def test_end_tokens_and_sizes_from_metadata(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
+        (lambda w: w.add_uint16("split.count", 3), r"split\.count is 3"),
         (lambda w: w.add_expert_count(8), r"llama\.expert_count is 8"),
         (lambda w: w.add_sliding_window(16), r"llama\.attention\.sliding_window is 16"),
         (lambda w: w.add_rope_dimension_count(32), r"llama\.rope\.dimension_count is 32"),

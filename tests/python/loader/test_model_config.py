@@ -1,4 +1,4 @@
-"""config.json and generation_config.json become a ModelConfig, or an error that names file and field."""
+"""config.json and generation_config.json become a ModelConfig, or a named error."""
 
 import json
 import subprocess

@@ -1,7 +1,8 @@
-"""Safetensors checkpoints are loaded whole or refused with the file and tensor that are at fault."""
+"""Safetensors checkpoints are loaded whole, or refused with the file and tensor at fault."""
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,13 @@ def test_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_is_filled_exactly_once(family: str, tied: bool, tmp_path: Path) -> None:
-    """The slots' memory does not overlap and covers every parameter; each slot has a name of its own."""
+    """Slots do not overlap, have names of their own and cover every parameter."""
     reference = make_model(family, tie_word_embeddings=tied)
     config = load_model_config(save(reference, tmp_path))
     slots: list[Slot] = list(LlamaForCausalLM(config, torch.float32, 64).slots())
     assert {slot.name for slot in slots} == {name for name, _ in reference.named_parameters()}
     spans = sorted((slot.target.data_ptr(), slot.target.nbytes) for slot in slots)
-    assert all(a + size <= b for (a, size), (b, _) in zip(spans, spans[1:], strict=False))
+    assert all(a + size <= b for (a, size), (b, _) in pairwise(spans))
     assert all(slot.target.is_contiguous() for slot in slots)
 
 
@@ -170,7 +171,7 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
 def test_a_directory_without_weights(tmp_path: Path) -> None:
     files = save(make_model("llama"), tmp_path)
     (tmp_path / SINGLE).unlink()
-    with pytest.raises(ValueError, match="holds neither model.safetensors nor"):
+    with pytest.raises(ValueError, match=r"holds neither model\.safetensors nor"):
         load(files)
 
 

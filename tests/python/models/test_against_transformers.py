@@ -1,4 +1,4 @@
-"""Logits equal transformers' at every position: whole prompts, chunks and decode through a paged cache."""
+"""Logits equal transformers' at every position: prompts, chunks and decode, paged."""
 
 import math
 from collections.abc import Callable
@@ -106,7 +106,7 @@ def test_rope_scaling(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("max_model_len", [60, 128], ids=["below-original", "above-original"])
 def test_dynamic_rope_has_the_base_of_max_model_len(max_model_len: int, tmp_path: Path) -> None:
-    """transformers moves the base with the text; at a text of max_model_len tokens the two must agree."""
+    """transformers moves the base with the text; for max_model_len tokens the two must agree."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5000.0}
     reference = make_model("llama", rope_parameters=rope, max_position_embeddings=64)
     model = load(save(reference, tmp_path), max_model_len)
@@ -146,10 +146,35 @@ def test_sliding_window(case: str, chunks: list[int], tmp_path: Path) -> None:
     check(make_model(family, **config), tmp_path, length=150, chunks=chunks)
 
 
+def test_blocks_that_fell_out_of_the_window_are_not_read(tmp_path: Path) -> None:
+    reference = make_model("mistral", sliding_window=16)
+    runner = PagedRunner(load(save(reference, tmp_path)))
+    tokens = prompt(130)
+    expected = reference_logits(reference, tokens)
+    runner.run(tokens[:100], [7] * 14)
+    runner.drop_blocks(row=0, num_blocks=(101 - 16) // 16)
+    logits = runner.run(tokens[100:], [3])
+    torch.testing.assert_close(logits, expected[100:], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["mistral", "qwen3-interleaved"])
+def test_a_cached_prefix_serves_another_sequence(case: str, tmp_path: Path) -> None:
+    family, config = WINDOWS[case]
+    reference = make_model(family, **config)
+    runner = PagedRunner(load(save(reference, tmp_path)))
+    first = prompt(70)
+    second = [*first[:48], *prompt(30, seed=1)]
+    runner.run(first, [70])
+    runner.share_blocks(source=0, row=3, num_blocks=3)
+    logits = runner.run(second[48:], [25], row=3)
+    expected = reference_logits(reference, second)[48:]
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_half_precision_stays_near_float32(family: str, dtype: str, tmp_path: Path) -> None:
-    """Stated tolerance: the error is below 2 % (bfloat16) or 0.3 % (float16) of the logits' size."""
+    """Stated tolerance: an error below 2 % (bfloat16) or 0.3 % (float16) of the logits' size."""
     reference = make_model(family)
     tokens = prompt(40)
     expected = reference_logits(reference, tokens)
@@ -160,7 +185,7 @@ def test_half_precision_stays_near_float32(family: str, dtype: str, tmp_path: Pa
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_large_activations_do_not_overflow_inside_the_ops(dtype: str, tmp_path: Path) -> None:
-    """Squares of the residual and attention scores pass 65504: they are taken in float32, whatever the dtype."""
+    """Squares of the residual, and attention scores, pass 65504: both are taken in float32."""
 
     def enlarge(name: str, factor: float) -> Callable[[Any], None]:
         return lambda model: dict(model.named_parameters())[name].data.mul_(factor)
@@ -196,7 +221,7 @@ def test_only_the_asked_logits_are_returned_in_their_order(tmp_path: Path) -> No
 
 
 def test_the_tiny_models_can_tell_mistakes(tmp_path: Path) -> None:
-    """The comparison would be empty if positions, windows or head norms hardly moved these logits."""
+    """The comparison would be empty if positions or windows hardly moved these logits."""
     tokens = prompt(60)
     plain = reference_logits(make_model("mistral", sliding_window=None), tokens)
     window = reference_logits(make_model("mistral", sliding_window=16), tokens)
