@@ -222,3 +222,16 @@ def test_draining_refuses_new_requests(client: Client) -> None:
     assert response.headers["connection"] == "close"
     refused(client.get("/health"), 503, None, "shutting down")
     assert client.get("/metrics").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_still_being_parsed_when_the_grace_time_ends_gets_503(
+    client: Client, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        client.state.draining = client.state.stopped = True
+        return [1]
+
+    monkeypatch.setattr(client.engine.tokenizer, "encode", encode)
+    refused(client.complete(stream=stream), 503, None, "shutting down")
+    assert client.engine.calls == []

@@ -76,10 +76,15 @@ def test_a_client_that_leaves_before_the_first_token_aborts(live: LiveServer, st
     wait_until(lambda: live.engine.running == 0, 1.0)
 
 
-def test_a_slow_reader_is_aborted_when_it_leaves_with_full_buffers(live: LiveServer) -> None:
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_a_slow_reader_is_aborted_when_it_leaves_with_full_buffers(
+    live: LiveServer, prompts: int
+) -> None:
     live.engine.script = Script("x" * 60, ends=False)
     live.engine.config.max_model_len = 200_000
-    connection = post(live.port, "/v1/completions", LONG | {"max_tokens": 150_000, "stream": True})
+    fields = {"prompt": ["a"] * prompts, "max_tokens": 150_000, "stream": True}
+    connection = post(live.port, "/v1/completions", LONG | fields)
+    wait_until(lambda: live.engine.running == prompts)
     seen = [-1, 0]
     while seen[-1] != seen[-2]:  # until the server's and the kernel's buffers are full
         time.sleep(0.3)
@@ -122,7 +127,7 @@ def test_tokens_leave_as_they_come(live: LiveServer) -> None:
 
 
 def test_health_is_quick_while_a_big_prompt_is_tokenised(live: LiveServer) -> None:
-    live.engine.tokenizer.work = 3_000_000  # pure Python, holding the interpreter
+    live.engine.tokenizer.work = 15_000_000  # pure Python, holding the interpreter
     live.engine.script.delay = 0.01
     body = json.dumps({"prompt": "a" * 20_000_000}).encode()
     status: list[int] = []
@@ -134,6 +139,7 @@ def test_health_is_quick_while_a_big_prompt_is_tokenised(live: LiveServer) -> No
         for _ in range(16)
     ]
     sender.start()
+    start = time.monotonic()
     slowest, calls = 0.0, 0
     while sender.is_alive():
         began = time.monotonic()
@@ -143,7 +149,7 @@ def test_health_is_quick_while_a_big_prompt_is_tokenised(live: LiveServer) -> No
         time.sleep(0.02)
     assert status == [400]  # longer than the model's context
     assert calls >= 3
-    assert slowest < 2.0
+    assert slowest < (time.monotonic() - start) / 2, "the event loop waited for the tokenizer"
     for stream in streams:
         stream.close()
 
