@@ -29,16 +29,17 @@ constexpr uint64_t hash_step(uint64_t state, uint64_t word) {
   return std::rotl(state ^ word, 27) * 0xa0761d6478bd642fULL + 0xe7037ed1a0b428dbULL;
 }
 
-// The hash of `tokens` after what `parent` is the hash of. The number of tokens counts too.
+// The hash of `tokens` after what `parent` is the hash of. The number of tokens counts too. The
+// parent comes in last, so that a processor works on the next blocks of a chain at the same time.
 constexpr uint64_t hash_tokens(uint64_t parent, std::span<const TokenId> tokens) {
-  uint64_t state = hash_step(parent, tokens.size());
+  uint64_t state = hash_step(0, tokens.size());
   size_t i = 0;
   for (; i + 2 <= tokens.size(); i += 2) {
     state = hash_step(state, static_cast<uint64_t>(static_cast<uint32_t>(tokens[i])) |
                                  static_cast<uint64_t>(static_cast<uint32_t>(tokens[i + 1])) << 32);
   }
   if (i < tokens.size()) state = hash_step(state, static_cast<uint32_t>(tokens[i]));
-  return hash_finish(state);
+  return hash_finish(hash_step(parent, state));
 }
 
 // Where the chains with this salt start.
