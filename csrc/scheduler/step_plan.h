@@ -50,8 +50,8 @@ struct PlanHeader {  // 16 words
   int32_t new_row_words;
   int32_t max_query_len;
   int32_t max_seq_len;
-  int32_t
-      max_logprobs;  // the most top logprobs that a sampled row asks for; -1: no row asks for any
+  // The most top logprobs that a sampled row asks for; -1: no row asks for any.
+  int32_t max_logprobs;
   int32_t reserved;
 };
 static_assert(sizeof(PlanHeader) == 16 * sizeof(int32_t));
