@@ -31,7 +31,7 @@ install: $(STAMPS)/installed
 
 test: $(STAMPS)/installed $(STAMPS)/demo $(STAMPS)/dev lint $(BUILD)/.built
 	$(VENV)/bin/ctest --test-dir $(BUILD) --output-on-failure -j2
-	$(PY) bench/cpp/check_instructions.py --build $(BUILD)
+	$(PY) bench/cpp/check_instructions.py $(BUILD)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev

@@ -30,8 +30,8 @@ struct SamplingParams {
   std::vector<TokenId> bias_ids;  // logit_bias
   std::vector<float> bias_values;
   std::vector<TokenId> allowed_ids;  // empty: all
-  std::vector<TokenId>
-      stop_ids;  // end the sequence: the model's EOS (unless ignored) and the user's
+  // End the sequence: the model's EOS (unless ignored) and the user's.
+  std::vector<TokenId> stop_ids;
 
   bool needs_history() const {
     return row.repetition_penalty != 1.0f || row.presence_penalty != 0.0f ||

@@ -210,7 +210,9 @@ void Scheduler::admit_waiting(int32_t& budget) {
 
 bool Scheduler::try_admit(Sequence* sequence, int32_t headroom) {
   Sequence& s = *sequence;
+  // All the memory that decoding needs, taken before anything changes.
   s.block_table.reserve(cache_.blocks_for(s.max_total_tokens));
+  s.tokens.reserve(static_cast<size_t>(s.max_total_tokens));
   int32_t num_cached = 0;
   const ForkResult forked = can_fork(s) ? try_fork(sequence, headroom) : ForkResult::kImpossible;
   if (forked == ForkResult::kNoRoom) return false;
@@ -222,7 +224,6 @@ bool Scheduler::try_admit(Sequence* sequence, int32_t headroom) {
     s.num_computed = num_cached;
   }
   detach_fork(sequence);
-  s.tokens.reserve(static_cast<size_t>(s.max_total_tokens));
   if (s.num_cached_tokens < 0) s.num_cached_tokens = num_cached;
   s.num_passed_over = 0;
   s.num_blocks_sent = 0;

@@ -39,8 +39,8 @@ struct Sequence {
   SequenceState state = SequenceState::kNew;
   uint64_t arrival = 0;      // order of Scheduler::add, kept across preemptions
   int32_t num_computed = 0;  // tokens whose KV is stored; advances at commit, never at plan
-  int32_t num_cached_tokens =
-      -1;  // prefix hit at the first admission (a fork: 0); -1: not admitted
+  // Prefix hit at the first admission (a fork: 0); -1: not yet admitted.
+  int32_t num_cached_tokens = -1;
   int32_t num_preemptions = 0;
   int32_t num_passed_over = 0;  // steps that admitted a later sequence past this one as it waited
   uint64_t last_step = 0;       // number of the last step that it was scheduled in

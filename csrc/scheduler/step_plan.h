@@ -4,16 +4,20 @@
 // then sections back to back in the order of the header's counts. 64-bit sections begin at an even
 // word. Floats are stored as their bits.
 //
+// clang-format off
 //   section            words                     meaning
-//   slot_mapping       2 * num_tokens (int64)    block_id * block_size + offset, where the KV is
-//   stored token_ids          num_tokens positions          num_tokens query_start        num_seqs
-//   + 1              cumulative tokens seq_lens           num_seqs                  tokens with KV
-//   after this step (first_token + num_tokens) rows               num_seqs logits_indices
-//   num_logits                index into token_ids of each token that is sampled from table_updates
-//   3 * num_table_updates     (row, index, block): the block tables live in the worker block_copies
-//   2 * num_block_copies      (source, destination), before the forward pass freed_rows
-//   num_freed_rows            forget these rows' state, before new_rows new_rows new_row_words
-//   num_new_rows records, see below
+//   slot_mapping       2 * num_tokens (int64)    block_id * block_size + offset, where the KV is stored
+//   token_ids          num_tokens
+//   positions          num_tokens
+//   query_start        num_seqs + 1              cumulative tokens
+//   seq_lens           num_seqs                  tokens with KV after this step (first_token + num_tokens)
+//   rows               num_seqs
+//   logits_indices     num_logits                index into token_ids of each token that is sampled from
+//   table_updates      3 * num_table_updates     (row, index, block): the block tables live in the worker
+//   block_copies       2 * num_block_copies      (source, destination), before the forward pass
+//   freed_rows         num_freed_rows            forget these rows' state, if any, before new_rows
+//   new_rows           new_row_words             num_new_rows records, see below
+// clang-format on
 //
 // A new-row record: row, words in all, num_bias, num_allowed, num_stop, num_history, then
 // RowSampling (12 words), bias ids, bias values, allowed ids, stop ids, history (the sequence's
@@ -46,8 +50,8 @@ struct PlanHeader {  // 16 words
   int32_t new_row_words;
   int32_t max_query_len;
   int32_t max_seq_len;
-  int32_t
-      max_logprobs;  // the most top logprobs that a sampled row asks for; -1: no row asks for any
+  // The most top logprobs that a sampled row asks for; -1: no row asks for any.
+  int32_t max_logprobs;
   int32_t reserved;
 };
 static_assert(sizeof(PlanHeader) == 16 * sizeof(int32_t));

@@ -338,7 +338,7 @@ TEST(RandomTrace, HoldsEveryInvariantAndGivesEverySequenceItsOwnTokens) {
       "cancelled %ld, predicted %ld\n",
       sum.preemptions, sum.prefix_hits, sum.evictions, sum.copies, sum.passed_over, sum.cancelled,
       sum.predicted);
-  if (count < 1000) return;
+  if (count < 1500) return;
   EXPECT_GT(sum.preemptions, 1000);
   EXPECT_GT(sum.prefix_hits, 1000);
   EXPECT_GT(sum.evictions, 1000);
