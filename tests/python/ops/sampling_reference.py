@@ -4,7 +4,7 @@ The order of processing is that of ``csrc/ops/ops.h``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -32,6 +32,12 @@ class Row:
     stop: Sequence[int] = ()
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
+
+    def __str__(self) -> str:
+        """What differs from the defaults, for test ids."""
+        plain = Row()
+        names = [f.name for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name)]
+        return "-".join(f"{name}={getattr(self, name)}" for name in names)
 
     def at(self, position: int) -> "Row":
         return replace(self, position=position)
