@@ -9,126 +9,14 @@
 // multiplied by 0, and the sum over values runs over the span only. So a NaN in an unused slot, or
 // a later token that happens to be stored already, cannot reach it.
 #include "attention/attention_work.h"
+#include "attention/tile_math_isa.h"
 #include "core/simd.h"
 
 namespace vllm_lite::VL_ISA {
 namespace {
 
 constexpr float kInfinity = __builtin_inff();
-// Accumulators fill the registers: 6 x 4 of 32 with AVX-512, 6 x 2 of 16 elsewhere.
-constexpr int kBlockRows = 6;
-constexpr int kBlockVecs = kWidth == 16 ? 4 : 2;
-
 alignas(64) constexpr float kZeroRow[kMaxHeadSize] = {};
-
-template <int kRows, int kVecs, bool kAccumulate>
-__attribute__((noinline)) void multiply_block(const float* a, int64_t a_stride, const float* b,
-                                              int64_t b_stride, float* c, int64_t c_stride,
-                                              int64_t k) {
-  FloatVec sums[kRows][kVecs];
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-    for (int j = 0; j < kVecs; ++j) {
-      sums[r][j] = kAccumulate ? load(c + r * c_stride + j * kWidth) : zero();
-    }
-  }
-#pragma GCC unroll 1
-  for (int64_t i = 0; i < k; ++i) {
-    FloatVec row[kVecs];
-#pragma GCC unroll 4
-    for (int j = 0; j < kVecs; ++j) row[j] = load(b + i * b_stride + j * kWidth);
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-      const FloatVec x = broadcast(a[r * a_stride + i]);
-#pragma GCC unroll 4
-      for (int j = 0; j < kVecs; ++j) sums[r][j] = fma(x, row[j], sums[r][j]);
-    }
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-    for (int j = 0; j < kVecs; ++j) store(c + r * c_stride + j * kWidth, sums[r][j]);
-  }
-}
-
-template <int kVecs, bool kAccumulate>
-void multiply_rows(int rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
-                   float* c, int64_t c_stride, int64_t k) {
-  switch (rows) {
-#define VL_ROWS(n) \
-  case n:          \
-    return multiply_block<n, kVecs, kAccumulate>(a, a_stride, b, b_stride, c, c_stride, k);
-    VL_ROWS(1) VL_ROWS(2) VL_ROWS(3) VL_ROWS(4) VL_ROWS(5) VL_ROWS(6)
-#undef VL_ROWS
-  }
-}
-
-// C[rows, vecs * kWidth] = or += A[rows, k] * B[k, vecs * kWidth]; rows is 1..kBlockRows.
-template <bool kAccumulate>
-void multiply(int rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
-              float* c, int64_t c_stride, int64_t k, int vecs) {
-  while (vecs > 0) {
-    // 5 vectors as 3 + 2: a block of a single one has too few independent sums.
-    int step = vecs < kBlockVecs ? vecs : kBlockVecs;
-    if (vecs == kBlockVecs + 1 && kBlockVecs > 2) step = kBlockVecs - 1;
-    switch (step) {
-      case 1:
-        multiply_rows<1, kAccumulate>(rows, a, a_stride, b, b_stride, c, c_stride, k);
-        break;
-      case 2:
-        multiply_rows<2, kAccumulate>(rows, a, a_stride, b, b_stride, c, c_stride, k);
-        break;
-      case 3:
-        if constexpr (kBlockVecs > 2)
-          multiply_rows<3, kAccumulate>(rows, a, a_stride, b, b_stride, c, c_stride, k);
-        break;
-      case 4:
-        if constexpr (kBlockVecs > 2)
-          multiply_rows<4, kAccumulate>(rows, a, a_stride, b, b_stride, c, c_stride, k);
-        break;
-    }
-    b += step * kWidth;
-    c += step * kWidth;
-    vecs -= step;
-  }
-}
-
-// Columns t .. t + kWidth - 1 of the transposed K tile, from kWidth rows of the cache.
-VL_SIMD void load_keys(const float* const* rows, int head_size, float* tile) {
-  for (int d = 0; d < head_size; d += kWidth) {
-    FloatVec v[kWidth];
-#pragma GCC unroll 16
-    for (int i = 0; i < kWidth; ++i) v[i] = load(rows[i] + d);
-    transpose(v);
-#pragma GCC unroll 16
-    for (int i = 0; i < kWidth; ++i) store(tile + (d + i) * kTileTokens, v[i]);
-  }
-}
-template <typename T>
-VL_SIMD void load_keys(const T* const* rows, int head_size, float* tile) {
-  for (int d = 0; d < head_size; d += 2 * kWidth) {
-    const int num_pairs = head_size - d >= 2 * kWidth ? kWidth : (head_size - d) / 2;
-    FloatVec v[kWidth];
-    if (num_pairs == kWidth) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kWidth; ++i) __builtin_memcpy(&v[i].v, rows[i] + d, sizeof(v[i].v));
-    } else {
-      for (int i = 0; i < kWidth; ++i) {
-        float pairs[kWidth] = {};
-        __builtin_memcpy(pairs, rows[i] + d, num_pairs * 4u);
-        v[i] = load(pairs);
-      }
-    }
-    transpose(v);
-#pragma GCC unroll 16
-    for (int i = 0; i < kWidth; ++i) {
-      if (i >= num_pairs) break;
-      store(tile + (d + 2 * i) * kTileTokens, widen_lower(bits_of(v[i]), T{}));
-      store(tile + (d + 2 * i + 1) * kTileTokens, widen_upper(bits_of(v[i]), T{}));
-    }
-  }
-}
 
 VL_SIMD int min_int(int a, int b) { return a < b ? a : b; }
 VL_SIMD int max_int(int a, int b) { return a > b ? a : b; }
@@ -191,7 +79,9 @@ class ItemRun {
   int num_rows() const { return num_rows_; }
 
  private:
-  // The tokens of a tile that some row sees.
+  // The tokens of a tile that some row sees. Block tables scatter them, so that the processor's own
+  // prefetcher starts anew at every block: while the keys are read, the values are fetched, and
+  // while the values are read, the next tile's keys.
   struct Tile {
     const T* keys[kTileTokens];  // the value row is value_offset_ further; zeros for other tokens
     int begin;
@@ -207,11 +97,13 @@ class ItemRun {
     return params_.sliding_window == 0 || begin < 0 ? 0 : begin;
   }
   int64_t seen_end(int row) const { return positions_[row] + 1; }
+  // A single block of rows uses each value once; converting it ahead would only move it twice.
+  bool values_in_place() const { return num_rows_ <= kBlockRows; }
   void find_tile(int64_t start, Tile& tile) const;
-  void prefetch(const Tile& next, int token, int64_t offset) const;
   void load_tile(const Tile& tile, const Tile& next) const;
   void softmax_row(int row, int64_t start, int begin, int end, const Sums& sums) const;
-  void add_values(int first_row, int rows, const Spans& spans, float* sums) const;
+  void add_values(int first_row, int rows, const Tile& tile, const Tile& next, const Spans& spans,
+                  float* sums) const;
 
   const PagedAttentionParams& params_;
   const AttentionItem& item_;
@@ -290,7 +182,7 @@ void ItemRun<T>::find_tile(int64_t start, Tile& tile) const {
   const T* cache = static_cast<const T*>(params_.kv_cache);
   // The vectors at the ends of the span may reach beyond it; those tokens' slots may hold anything.
   const T* zeros = reinterpret_cast<const T*>(kZeroRow);
-  for (int t = tile.begin / kWidth * kWidth; t < tile.begin; ++t) tile.keys[t] = zeros;
+  for (int t = 0; t < tile.begin; ++t) tile.keys[t] = zeros;
   for (int t = tile.begin; t < tile.end;) {
     const int64_t block = (start + t) / params_.block_size;
     const int32_t offset = static_cast<int32_t>((start + t) % params_.block_size);
@@ -299,28 +191,25 @@ void ItemRun<T>::find_tile(int64_t start, Tile& tile) const {
     const int run_end = min_int(tile.end, t + params_.block_size - offset);
     for (; t < run_end; ++t, key += head_size_) tile.keys[t] = key;
   }
-  for (int t = tile.end; t % kWidth != 0; ++t) tile.keys[t] = zeros;
-}
-
-// Block tables scatter the cache, so the processor's own prefetcher starts anew at every block.
-template <typename T>
-void ItemRun<T>::prefetch(const Tile& next, int token, int64_t offset) const {
-  if (token < next.begin || token >= next.end) return;
-  const char* row = reinterpret_cast<const char*>(next.keys[token] + offset);
-  for (int i = 0; i < head_size_ * static_cast<int>(sizeof(T)); i += 64)
-    __builtin_prefetch(row + i);
+  for (int t = tile.end; t < kTileTokens; ++t) tile.keys[t] = zeros;
 }
 
 template <typename T>
 void ItemRun<T>::load_tile(const Tile& tile, const Tile& next) const {
+  const int head_size = head_size_, row_bytes = head_size * static_cast<int>(sizeof(T));
   for (int t = tile.begin / kWidth * kWidth; t < tile.end; t += kWidth) {
-    for (int i = 0; i < kWidth; ++i) prefetch(next, t + i, 0);
-    load_keys(tile.keys + t, head_size_, keys_ + t);
+    const int group_end = min_int(t + kWidth, tile.end);
+    for (int i = max_int(t, tile.begin); i < group_end; ++i) {
+      prefetch(tile.keys[i] + value_offset_, row_bytes);
+    }
+    load_keys(tile.keys + t, head_size, keys_ + t);
   }
+  if (values_in_place()) return;
   for (int t = tile.begin; t < tile.end; ++t) {
-    prefetch(next, t, value_offset_);
+    prefetch(next.keys[t], row_bytes);
     const T* in = tile.keys[t] + value_offset_;
-    for (int d = 0; d < head_size_; d += kWidth) store(values_ + t * head_size_ + d, load(in + d));
+    float* out = values_ + t * head_size;
+    for (int d = 0; d < head_size; d += kWidth) store(out + d, load(in + d));
   }
 }
 
@@ -373,12 +262,22 @@ void ItemRun<T>::softmax_row(int row, int64_t start, int begin, int end, const S
 
 // sums += weights * V, each row over its own span: the common part together, what sticks out alone.
 template <typename T>
-void ItemRun<T>::add_values(int first_row, int rows, const Spans& spans, float* sums) const {
+void ItemRun<T>::add_values(int first_row, int rows, const Tile& tile, const Tile& next,
+                            const Spans& spans, float* sums) const {
   const auto add = [&](int row, int count, int begin, int end) {
     if (begin >= end) return;
-    multiply<true>(count, scores_ + row * kTileTokens + begin, kTileTokens,
-                   values_ + begin * head_size_, head_size_, sums + row * head_size_, head_size_,
-                   end - begin, head_size_ / kWidth);
+    const float* weights = scores_ + row * kTileTokens + begin;
+    const int vecs = head_size_ / kWidth;
+    float* out = sums + row * head_size_;
+    if (values_in_place()) {
+      multiply<true>(count, weights, kTileTokens,
+                     CacheRows<T>{tile.keys + begin, next.keys + begin, value_offset_}, out,
+                     head_size_, end - begin, vecs);
+    } else {
+      multiply<true>(count, weights, kTileTokens,
+                     TileRows{values_ + begin * head_size_, head_size_}, out, head_size_,
+                     end - begin, vecs);
+    }
   };
   int begin = 0, end = kTileTokens;
   for (int r = first_row; r < first_row + rows; ++r) {
@@ -403,17 +302,17 @@ void ItemRun<T>::attend_range(int32_t range, const Sums& sums) const {
   Tile tiles[2];
   find_tile(start, tiles[0]);
   for (int current = 0; start < range_end; start += kTileTokens, current ^= 1) {
-    const Tile& tile = tiles[current];
+    const Tile &tile = tiles[current], &next = tiles[current ^ 1];
     find_tile(start + kTileTokens, tiles[current ^ 1]);
     if (tile.begin >= tile.end) continue;
-    load_tile(tile, tiles[current ^ 1]);
+    load_tile(tile, next);
     const int first = tile.begin / kWidth, vecs = (tile.end + kWidth - 1) / kWidth - first;
     Spans spans;
     for (int row = 0; row < num_rows_; row += kBlockRows) {
       const int rows = min_int(kBlockRows, num_rows_ - row);
-      multiply<false>(rows, query_ + row * head_size_, head_size_, keys_ + first * kWidth,
-                      kTileTokens, scores_ + row * kTileTokens + first * kWidth, kTileTokens,
-                      head_size_, vecs);
+      multiply<false>(rows, query_ + row * head_size_, head_size_,
+                      TileRows{keys_ + first * kWidth, kTileTokens},
+                      scores_ + row * kTileTokens + first * kWidth, kTileTokens, head_size_, vecs);
       for (int r = row; r < row + rows; ++r) {
         spans.begin[r] = clamp_to_tile(seen_begin(r) - start);
         spans.end[r] = clamp_to_tile(seen_end(r) - start);
@@ -423,7 +322,7 @@ void ItemRun<T>::attend_range(int32_t range, const Sums& sums) const {
       }
     }
     for (int row = 0; row < num_rows_; row += kBlockRows) {
-      add_values(row, min_int(kBlockRows, num_rows_ - row), spans, sums.values);
+      add_values(row, min_int(kBlockRows, num_rows_ - row), tile, next, spans, sums.values);
     }
   }
 }

@@ -213,6 +213,13 @@ def test_large_scores_do_not_overflow_without_a_cap() -> None:
     assert (result - expected).abs().max() <= 1e-3 * sequence.value.abs().max()
 
 
+def test_scores_of_minus_infinity_weigh_nothing_even_where_a_whole_tile_has_them() -> None:
+    sequence = make_sequences([(4, 400)], 1, 1, 64, torch.float32)[0]
+    sequence.query.abs_()
+    sequence.key[:330] = -math.inf
+    check([sequence], options_for(64))
+
+
 def test_alibi() -> None:
     slopes = torch.tensor([2.0**-i for i in range(1, 7)])
     sequences = make_sequences(MIXES["mixed"], 2, 3, 64, torch.float32)
