@@ -49,7 +49,11 @@ class LlamaForCausalLM:
         self.dtype = dtype
         allocate = WeightMemory(dtype)
         cos_sin = cos_sin_table(config.rope, max_model_len, rope_divisors)
-        self._embedding = allocate(config.vocab_size, config.hidden_size)
+        # Logits are float32: rounded to bfloat16, the likeliest tokens are often equal. A tied
+        # embedding is the head's matrix, and reading it rounds to the model's dtype.
+        allocate_head = WeightMemory(torch.float32)
+        allocate_embedding = allocate_head if config.tie_word_embeddings else allocate
+        self._embedding = allocate_embedding(config.vocab_size, config.hidden_size)
         self._layers = [
             DecoderLayer(f"model.layers.{index}", config, window, cos_sin, allocate)
             for index, window in enumerate(config.layer_windows)
@@ -58,7 +62,7 @@ class LlamaForCausalLM:
         self._lm_head = (
             self._embedding
             if config.tie_word_embeddings
-            else allocate(config.vocab_size, config.hidden_size)
+            else allocate_head(config.vocab_size, config.hidden_size)
         )
         self._buffers = StepBuffers(config, dtype)
         self._kv_arena: torch.Tensor | None = None
@@ -90,7 +94,7 @@ class LlamaForCausalLM:
         residual, normed, projected = buffers.residual, buffers.normed, buffers.projected
         if kv_arena is not self._kv_arena:
             self._kv_arena, self._kv_caches = kv_arena, kv_arena.unbind(0)
-        torch.index_select(self._embedding, 0, batch.token_ids, out=residual)
+        residual.copy_(self._embedding.index_select(0, batch.token_ids))
         added: torch.Tensor | None = None  # what the residual still lacks
         for layer, kv_cache in zip(self._layers, self._kv_caches, strict=True):
             if added is None:
@@ -108,4 +112,4 @@ class LlamaForCausalLM:
     ) -> torch.Tensor:
         last = added.index_select(0, indices)
         self._final_norm(last, last, residual.index_select(0, indices))
-        return torch.nn.functional.linear(last, self._lm_head).float()
+        return torch.nn.functional.linear(last.float(), self._lm_head)
