@@ -5,7 +5,6 @@ endif()
 
 set(VLLM_LITE_WITH_CUDA OFF)
 if(NOT VLLM_LITE_CUDA STREQUAL "OFF")
-  include(CheckLanguage)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     set(VLLM_LITE_WITH_CUDA ON)
