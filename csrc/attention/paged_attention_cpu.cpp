@@ -2,10 +2,12 @@
 #include <atomic>
 #include <memory>
 #include <new>
+#include <string>
 #include <vector>
 
 #include "attention/attention_work.h"
 #include "attention/params.h"
+#include "core/check.h"
 #include "core/parallel_for.h"
 
 namespace vllm_lite {
@@ -56,6 +58,52 @@ struct Plan {
   Buffer partials;
 };
 
+// First position that a query token at `position` sees.
+int64_t seen_begin(const PagedAttentionParams& params, int64_t position) {
+  if (params.sliding_window == 0) return 0;
+  return std::max<int64_t>(0, position + 1 - params.sliding_window);
+}
+
+// Whether all ids are in [0, num_blocks). Without a branch, so that it is done in vectors.
+bool are_blocks(const int32_t* ids, int64_t count, int64_t num_blocks) {
+  const uint32_t bound = static_cast<uint32_t>(std::min<int64_t>(num_blocks, INT64_C(1) << 31));
+  uint32_t outside = 0;
+  for (int64_t i = 0; i < count; ++i) outside |= static_cast<uint32_t>(ids[i]) >= bound;
+  return outside == 0;
+}
+
+// What the kernel would follow out of its tensors. Serial: a table costs a thousandth of its KV.
+void check_indices(const PagedAttentionParams& params) {
+  const auto entry = [](const char* name, int64_t index, int64_t value) {
+    return std::string(name) + "[" + std::to_string(index) + "] is " + std::to_string(value);
+  };
+  for (int32_t sequence = 0; sequence < params.num_seqs; ++sequence) {
+    const int64_t begin = params.query_start[sequence], end = params.query_start[sequence + 1];
+    VL_CHECK(0 <= begin && begin <= end && end <= params.num_tokens,
+             entry("paged_attention: query_start", sequence, begin) + " and " +
+                 entry("query_start", sequence + 1, end) + "; they must ascend from 0 to " +
+                 std::to_string(params.num_tokens) + ", the tokens of query");
+    if (begin == end) continue;
+    const int64_t row = params.rows[sequence], length = params.seq_lens[sequence];
+    VL_CHECK(0 <= row && row < params.max_rows, entry("paged_attention: rows", sequence, row) +
+                                                    "; block_tables has rows 0 to " +
+                                                    std::to_string(params.max_rows - 1));
+    VL_CHECK(length <= params.block_table_stride * params.block_size,
+             entry("paged_attention: seq_lens", sequence, length) + "; row " + std::to_string(row) +
+                 " of block_tables holds " + std::to_string(params.block_table_stride) +
+                 " blocks of " + std::to_string(params.block_size) + " tokens");
+    const int64_t first = seen_begin(params, length - (end - begin)) / params.block_size;
+    const int64_t count = ceil_div(std::max<int64_t>(0, length), params.block_size) - first;
+    const int32_t* ids = params.block_tables + row * params.block_table_stride + first;
+    if (are_blocks(ids, count, params.num_blocks)) continue;
+    int64_t bad = 0;
+    while (are_blocks(ids + bad, 1, params.num_blocks)) ++bad;
+    throw Error("paged_attention: row " + std::to_string(row) +
+                " of block_tables: " + entry("block", first + bad, ids[bad]) +
+                "; the cache has blocks 0 to " + std::to_string(params.num_blocks - 1));
+  }
+}
+
 void cut_into_items(const PagedAttentionParams& params, std::vector<AttentionItem>& items) {
   items.clear();
   const int32_t group = params.num_heads / params.num_kv_heads;
@@ -71,15 +119,12 @@ void cut_into_items(const PagedAttentionParams& params, std::vector<AttentionIte
     for (int64_t begin = 0; begin < num_rows; begin += item_rows) {
       const int64_t end = std::min(num_rows, begin + item_rows);
       const int64_t seen_end = std::max<int64_t>(0, first_position + (end - 1) / group + 1);
-      const int64_t seen_begin =
-          params.sliding_window > 0
-              ? std::max<int64_t>(0, first_position + begin / group + 1 - params.sliding_window)
-              : 0;
       AttentionItem item{};
       item.sequence = sequence;
       item.row_begin = static_cast<int32_t>(begin);
       item.row_end = static_cast<int32_t>(end);
-      item.range_begin = static_cast<int32_t>(seen_begin / kRangeTokens);
+      item.range_begin =
+          static_cast<int32_t>(seen_begin(params, first_position + begin / group) / kRangeTokens);
       item.range_end = static_cast<int32_t>(ceil_div(seen_end, kRangeTokens));
       item.partial = -1;
       for (item.kv_head = 0; item.kv_head < params.num_kv_heads; ++item.kv_head)
@@ -133,6 +178,7 @@ void merge(const AttentionCall& call) { VL_DISPATCH_ISA(merge_item, call) }
 }  // namespace
 
 void paged_attention_cpu(const PagedAttentionParams& params) {
+  check_indices(params);
   static thread_local Plan plan_of_thread;
   Plan& plan = plan_of_thread;
   cut_into_items(params, plan.whole);

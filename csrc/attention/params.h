@@ -7,17 +7,22 @@
 
 namespace vllm_lite {
 
-// Attention of any mix of prefills, chunks and decodes over a paged KV cache, causal. Query token t of
-// sequence s (t = 0 .. query_start[s+1]-query_start[s]-1) stands at position
-// seq_lens[s] - num_query_tokens(s) + t and sees the positions up to and including its own (the last
-// `sliding_window` of them, if that is not 0). The KV of the step's own tokens is already stored.
+// Attention of any mix of prefills, chunks and decodes over a paged KV cache, causal. Query token t
+// of sequence s (t = 0 .. query_start[s+1]-query_start[s]-1) stands at position
+// seq_lens[s] - num_query_tokens(s) + t and sees the positions up to and including its own (the
+// last `sliding_window` of them, if that is not 0). The KV of the step's own tokens is already
+// stored.
 //
-// Contract "row": the result of a query token depends on its own query and the KV it sees alone, bit
-// for bit: not on the other sequences, on how its prompt was cut into chunks, or on the thread count.
+// Contract "row": the result of a query token depends on its own query and the KV it sees alone,
+// bit for bit: not on the other sequences, on how its prompt was cut into chunks, or on the thread
+// count.
 //
 // score = scale * q·k (+ alibi_slopes[head] * (key position - query position));
 // soft_cap > 0: score = soft_cap * tanh(score / soft_cap), before the mask.
 // All sums in float32.
+//
+// Of a block table only the entries are read that some query token sees: those of blocks that have
+// fallen out of the sliding window, and those past the sequence's end, may hold anything.
 struct PagedAttentionParams {
   void* out;                    // [num_tokens, num_heads, head_size]
   const void* query;            // [num_tokens, num_heads, head_size]
@@ -30,6 +35,9 @@ struct PagedAttentionParams {
   int64_t out_token_stride;     // elements
   int64_t query_token_stride;
   int64_t block_table_stride;
+  int64_t num_blocks;
+  int64_t num_tokens;
+  int64_t max_rows;
   int32_t num_seqs;
   int32_t num_heads;
   int32_t num_kv_heads;
@@ -42,6 +50,9 @@ struct PagedAttentionParams {
   int64_t stream;          // CUDA stream; 0 on CPU
 };
 
+// Throws Error, and has written nothing, if query_start is not ascending within num_tokens, a row
+// is not one of block_tables, a sequence is longer than its table, or a table entry that is read
+// names a block that the cache does not have.
 void paged_attention_cpu(const PagedAttentionParams& params);
 
 }  // namespace vllm_lite

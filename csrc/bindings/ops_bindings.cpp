@@ -1,5 +1,5 @@
-// Tensor ops for Python through torch's stable ABI: check the tensors, fill a params struct, call the
-// kernel. Every check names the op and the argument. python/vllm_lite/ops.py is the caller.
+// Tensor ops for Python through torch's stable ABI: check the tensors, fill a params struct, call
+// the kernel. Every check names the op and the argument. python/vllm_lite/ops.py is the caller.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -28,10 +28,14 @@ void check(bool condition, const char* op, const char* what) {
 
 DType float_dtype(const Tensor& tensor, const char* op) {
   switch (tensor.scalar_type()) {
-    case ScalarType::Float: return DType::kFloat32;
-    case ScalarType::BFloat16: return DType::kBFloat16;
-    case ScalarType::Half: return DType::kFloat16;
-    default: throw Error(std::string(op) + ": dtype must be float32, bfloat16 or float16");
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    default:
+      throw Error(std::string(op) + ": dtype must be float32, bfloat16 or float16");
   }
 }
 
@@ -59,7 +63,8 @@ uint8_t* byte_data(const OptionalTensor& t, const char* op, const char* name) {
 // [tokens, heads, size] whose heads are back to back; the token stride is free.
 void check_heads(const Tensor& t, const char* op, const char* name) {
   check(t.dim() == 3 && t.stride(2) == 1 && t.stride(1) == t.size(2), op,
-        (std::string(name) + " must be [num_tokens, heads, head_size] with contiguous heads").c_str());
+        (std::string(name) + " must be [num_tokens, heads, head_size] with contiguous heads")
+            .c_str());
 }
 
 void paged_attention(Tensor out, Tensor query, Tensor kv_cache, Tensor block_tables, Tensor rows,
@@ -71,20 +76,26 @@ void paged_attention(Tensor out, Tensor query, Tensor kv_cache, Tensor block_tab
   check(kv_cache.dim() == 5 && kv_cache.size(1) == 2 && kv_cache.is_contiguous(), kOp,
         "kv_cache must be contiguous [num_blocks, 2, num_kv_heads, block_size, head_size]");
   const DType dtype = float_dtype(query, kOp);
-  check(out.scalar_type() == query.scalar_type() && kv_cache.scalar_type() == query.scalar_type(), kOp,
-        "out, query and kv_cache must have one dtype");
-  check(out.size(0) == query.size(0) && out.size(1) == query.size(1) && out.size(2) == query.size(2),
-        kOp, "out and query must have one shape");
-  const int64_t num_heads = query.size(1), num_kv_heads = kv_cache.size(2), head_size = query.size(2);
+  check(out.scalar_type() == query.scalar_type() && kv_cache.scalar_type() == query.scalar_type(),
+        kOp, "out, query and kv_cache must have one dtype");
+  check(
+      out.size(0) == query.size(0) && out.size(1) == query.size(1) && out.size(2) == query.size(2),
+      kOp, "out and query must have one shape");
+  const int64_t num_heads = query.size(1), num_kv_heads = kv_cache.size(2),
+                head_size = query.size(2);
   check(kv_cache.size(4) == head_size, kOp, "kv_cache and query differ in head_size");
+  check(kv_cache.size(3) > 0, kOp, "the block_size of kv_cache must be at least 1");
+  check(sliding_window >= 0, kOp, "sliding_window must be positive, or 0 for none");
   check(num_kv_heads > 0 && num_heads % num_kv_heads == 0, kOp,
         "num_heads must be a multiple of num_kv_heads");
-  check(head_size == 64 || head_size == 80 || head_size == 96 || head_size == 128 || head_size == 256,
-        kOp, "head_size must be 64, 80, 96, 128 or 256");
+  check(
+      head_size == 64 || head_size == 80 || head_size == 96 || head_size == 128 || head_size == 256,
+      kOp, "head_size must be 64, 80, 96, 128 or 256");
   check(rows.numel() == seq_lens.numel() && query_start.numel() == rows.numel() + 1, kOp,
         "rows, seq_lens and query_start differ in the number of sequences");
   check(block_tables.dim() == 2, kOp, "block_tables must be [max_rows, max_blocks]");
-  check(!alibi_slopes || alibi_slopes->numel() == num_heads, kOp, "alibi_slopes must be [num_heads]");
+  check(!alibi_slopes || alibi_slopes->numel() == num_heads, kOp,
+        "alibi_slopes must be [num_heads]");
   PagedAttentionParams params{};
   params.out = out.mutable_data_ptr();
   params.query = query.const_data_ptr();
@@ -97,6 +108,9 @@ void paged_attention(Tensor out, Tensor query, Tensor kv_cache, Tensor block_tab
   params.out_token_stride = out.stride(0);
   params.query_token_stride = query.stride(0);
   params.block_table_stride = block_tables.size(1);
+  params.num_blocks = kv_cache.size(0);
+  params.num_tokens = query.size(0);
+  params.max_rows = block_tables.size(0);
   params.num_seqs = static_cast<int32_t>(rows.numel());
   params.num_heads = static_cast<int32_t>(num_heads);
   params.num_kv_heads = static_cast<int32_t>(num_kv_heads);
@@ -116,8 +130,9 @@ void store_kv(Tensor key, Tensor value, Tensor kv_cache, Tensor slot_mapping, in
   check_heads(value, kOp, "value");
   check(kv_cache.dim() == 5 && kv_cache.size(1) == 2 && kv_cache.is_contiguous(), kOp,
         "kv_cache must be contiguous [num_blocks, 2, num_kv_heads, block_size, head_size]");
-  check(key.scalar_type() == kv_cache.scalar_type() && value.scalar_type() == kv_cache.scalar_type(),
-        kOp, "key, value and kv_cache must have one dtype");
+  check(
+      key.scalar_type() == kv_cache.scalar_type() && value.scalar_type() == kv_cache.scalar_type(),
+      kOp, "key, value and kv_cache must have one dtype");
   check(key.size(1) == kv_cache.size(2) && key.size(2) == kv_cache.size(4) &&
             value.size(1) == key.size(1) && value.size(2) == key.size(2),
         kOp, "key, value and kv_cache differ in heads or head_size");
@@ -130,6 +145,7 @@ void store_kv(Tensor key, Tensor value, Tensor kv_cache, Tensor slot_mapping, in
   params.slot_mapping = int64_data(slot_mapping, kOp, "slot_mapping");
   params.key_token_stride = key.stride(0);
   params.value_token_stride = value.stride(0);
+  params.num_blocks = kv_cache.size(0);
   params.num_tokens = static_cast<int32_t>(key.size(0));
   params.num_kv_heads = static_cast<int32_t>(key.size(1));
   params.head_size = static_cast<int32_t>(key.size(2));
@@ -144,7 +160,8 @@ void copy_blocks(Tensor kv_arena, Tensor block_pairs, int64_t stream) {
   check(kv_arena.dim() == 6 && kv_arena.is_contiguous(), kOp,
         "kv_arena must be contiguous "
         "[num_layers, num_blocks, 2, num_kv_heads, block_size, head_size]");
-  check(block_pairs.dim() == 2 && block_pairs.size(1) == 2, kOp, "block_pairs must be [num_pairs, 2]");
+  check(block_pairs.dim() == 2 && block_pairs.size(1) == 2, kOp,
+        "block_pairs must be [num_pairs, 2]");
   CopyBlocksParams params{};
   params.kv_cache = kv_arena.mutable_data_ptr();
   params.block_pairs = int32_data(block_pairs, kOp, "block_pairs");
@@ -168,7 +185,8 @@ void rms_norm(Tensor out, Tensor input, Tensor weight, double epsilon, OptionalT
   };
   check_like_input(input, "the last dimension of input must be contiguous");
   check_like_input(out, "out must be like input, its last dimension contiguous");
-  if (residual) check_like_input(*residual, "residual must be like input, its last dimension contiguous");
+  if (residual)
+    check_like_input(*residual, "residual must be like input, its last dimension contiguous");
   check(weight.dim() == 1 && weight.size(0) == input.size(dim - 1) && weight.is_contiguous() &&
             weight.scalar_type() == input.scalar_type(),
         kOp, "weight must be [size], contiguous and of input's dtype");
@@ -258,14 +276,15 @@ void sample(Tensor logits, Tensor rows, Tensor positions, Tensor float_state, Te
             Tensor seeds, OptionalTensor output_counts, OptionalTensor prompt_mask,
             OptionalTensor bias_start, OptionalTensor bias_ids, OptionalTensor bias_values,
             OptionalTensor allowed_start, OptionalTensor allowed_ids, OptionalTensor stop_start,
-            OptionalTensor stop_ids, Tensor token_ids, OptionalTensor logprobs, OptionalTensor ranks,
-            OptionalTensor top_ids, OptionalTensor top_logprobs, int64_t stream) {
+            OptionalTensor stop_ids, Tensor token_ids, OptionalTensor logprobs,
+            OptionalTensor ranks, OptionalTensor top_ids, OptionalTensor top_logprobs,
+            int64_t stream) {
   constexpr const char* kOp = "sample";
-  check(logits.dim() == 2 && logits.stride(1) == 1 && logits.scalar_type() == ScalarType::Float, kOp,
-        "logits must be float32 [num_rows, vocab_size]");
+  check(logits.dim() == 2 && logits.stride(1) == 1 && logits.scalar_type() == ScalarType::Float,
+        kOp, "logits must be float32 [num_rows, vocab_size]");
   const int64_t num_rows = logits.size(0), vocab_size = logits.size(1);
-  check(rows.numel() == num_rows && positions.numel() == num_rows && token_ids.numel() == num_rows, kOp,
-        "rows, positions and token_ids must be [num_rows]");
+  check(rows.numel() == num_rows && positions.numel() == num_rows && token_ids.numel() == num_rows,
+        kOp, "rows, positions and token_ids must be [num_rows]");
   check(float_state.dim() == 2 && float_state.size(0) == 6 && int_state.dim() == 2 &&
             int_state.size(0) == 3 && int_state.size(1) == float_state.size(1) &&
             seeds.numel() == float_state.size(1),
@@ -280,8 +299,9 @@ void sample(Tensor logits, Tensor rows, Tensor positions, Tensor float_state, Te
     check(!start->has_value() || (*start)->numel() == num_rows + 1, kOp,
           "an id list's start must be [num_rows + 1]");
   }
-  check(top_ids.has_value() == top_logprobs.has_value() && logprobs.has_value() == ranks.has_value(),
-        kOp, "top_ids and top_logprobs, logprobs and ranks come together");
+  check(
+      top_ids.has_value() == top_logprobs.has_value() && logprobs.has_value() == ranks.has_value(),
+      kOp, "top_ids and top_logprobs, logprobs and ranks come together");
   const float* floats = float_data(float_state, kOp, "float_state");
   const int32_t* ints = int32_data(int_state, kOp, "int_state");
   SampleParams params{};
@@ -330,8 +350,8 @@ void set_cpu_isa(int64_t isa) {
 
 // Our kernels and torch's share torch's pool.
 void parallel_in_torch(int64_t count, int64_t grain, const void* context, ParallelBody body) {
-  torch::stable::parallel_for(
-      0, count, grain, [&](int64_t begin, int64_t end) { body(context, begin, end); });
+  torch::stable::parallel_for(0, count, grain,
+                              [&](int64_t begin, int64_t end) { body(context, begin, end); });
 }
 
 const bool parallel_backend_installed = (set_parallel_backend(parallel_in_torch), true);
@@ -341,21 +361,26 @@ const bool parallel_backend_installed = (set_parallel_backend(parallel_in_torch)
 
 STABLE_TORCH_LIBRARY(vllm_lite, m) {
   m.def(
-      "paged_attention(Tensor(a!) out, Tensor query, Tensor kv_cache, Tensor block_tables, Tensor rows, "
-      "Tensor query_start, Tensor seq_lens, float scale, int sliding_window, float soft_cap, "
+      "paged_attention(Tensor(a!) out, Tensor query, Tensor kv_cache, Tensor block_tables, "
+      "Tensor rows, Tensor query_start, Tensor seq_lens, float scale, int sliding_window, "
+      "float soft_cap, "
       "Tensor? alibi_slopes, int stream) -> ()");
-  m.def("store_kv(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping, int stream) -> ()");
+  m.def(
+      "store_kv(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping, "
+      "int stream) -> ()");
   m.def("copy_blocks(Tensor(a!) kv_arena, Tensor block_pairs, int stream) -> ()");
   m.def(
       "rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon, Tensor(b!)? residual, "
       "int stream) -> ()");
-  m.def("rope(Tensor(a!) query, Tensor(b!) key, Tensor positions, Tensor cos_sin, int stream) -> ()");
+  m.def(
+      "rope(Tensor(a!) query, Tensor(b!) key, Tensor positions, Tensor cos_sin, int stream) -> ()");
   m.def("silu_mul(Tensor(a!) out, Tensor gate_up, int stream) -> ()");
   m.def("dequantize(Tensor(a!) out, Tensor blocks, int ggml_type) -> ()");
   m.def(
       "sample(Tensor logits, Tensor rows, Tensor positions, Tensor float_state, Tensor int_state, "
-      "Tensor seeds, Tensor(a!)? output_counts, Tensor? prompt_mask, Tensor? bias_start, Tensor? bias_ids, "
-      "Tensor? bias_values, Tensor? allowed_start, Tensor? allowed_ids, Tensor? stop_start, "
+      "Tensor seeds, Tensor(a!)? output_counts, Tensor? prompt_mask, Tensor? bias_start, "
+      "Tensor? bias_ids, Tensor? bias_values, Tensor? allowed_start, Tensor? allowed_ids, "
+      "Tensor? stop_start, "
       "Tensor? stop_ids, Tensor(b!) token_ids, Tensor(c!)? logprobs, Tensor(d!)? ranks, "
       "Tensor(e!)? top_ids, Tensor(f!)? top_logprobs, int stream) -> ()");
   m.def("best_cpu_isa() -> int");

@@ -1,7 +1,20 @@
+#include <string>
+
 #include "cache/store_kv.h"
+#include "core/check.h"
 
 namespace vllm_lite {
 
-void store_kv_cpu(const StoreKvParams& params) { VL_DISPATCH_ISA(store_kv, params) }
+void store_kv_cpu(const StoreKvParams& params) {
+  // Before the first store, so that a bad mapping changes nothing.
+  const int64_t num_slots = params.num_blocks * params.block_size;
+  for (int32_t token = 0; token < params.num_tokens; ++token) {
+    const int64_t slot = params.slot_mapping[token];
+    VL_CHECK(slot < num_slots, "store_kv: slot_mapping[" + std::to_string(token) + "] is " +
+                                   std::to_string(slot) + "; the cache has slots 0 to " +
+                                   std::to_string(num_slots - 1));
+  }
+  VL_DISPATCH_ISA(store_kv, params)
+}
 
 }  // namespace vllm_lite

@@ -3,8 +3,8 @@
 namespace vllm_lite {
 
 void throw_internal_error(const char* condition, const char* file, int line) {
-  throw InternalError("internal error: " + std::string(condition) + " does not hold (" + file + ":" +
-                      std::to_string(line) + ")");
+  throw InternalError("internal error: " + std::string(condition) + " does not hold (" + file +
+                      ":" + std::to_string(line) + ")");
 }
 
 }  // namespace vllm_lite

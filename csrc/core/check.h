@@ -1,6 +1,6 @@
-// Two kinds of failure. A caller's mistake (VL_CHECK) is an exception with a sentence that names the
-// value and the limit. A mistake of ours (VL_ASSERT) is a broken invariant: it throws too, so that a
-// test can see it and a server can fail the step instead of the process.
+// Two kinds of failure. A caller's mistake (VL_CHECK) is an exception with a sentence that names
+// the value and the limit. A mistake of ours (VL_ASSERT) is a broken invariant: it throws too, so
+// that a test can see it and a server can fail the step instead of the process.
 #pragma once
 
 #include <stdexcept>
@@ -22,12 +22,12 @@ class InternalError : public std::logic_error {
 
 }  // namespace vllm_lite
 
-#define VL_CHECK(condition, message)                            \
-  do {                                                          \
-    if (!(condition)) throw ::vllm_lite::Error(message);        \
+#define VL_CHECK(condition, message)                     \
+  do {                                                   \
+    if (!(condition)) throw ::vllm_lite::Error(message); \
   } while (false)
 
-#define VL_ASSERT(condition)                                                                   \
-  do {                                                                                         \
-    if (!(condition)) ::vllm_lite::throw_internal_error(#condition, __FILE__, __LINE__);       \
+#define VL_ASSERT(condition)                                                             \
+  do {                                                                                   \
+    if (!(condition)) ::vllm_lite::throw_internal_error(#condition, __FILE__, __LINE__); \
   } while (false)

@@ -37,9 +37,12 @@ const char* isa_name(Isa isa);
   void name(const Params& params);          \
   }
 
-#define VL_DISPATCH_ISA(name, params)                    \
-  switch (current_isa()) {                               \
-    case Isa::kPortable: return portable::name(params);  \
-    case Isa::kAvx2: return avx2::name(params);          \
-    case Isa::kAvx512: return avx512::name(params);      \
+#define VL_DISPATCH_ISA(name, params) \
+  switch (current_isa()) {            \
+    case Isa::kPortable:              \
+      return portable::name(params);  \
+    case Isa::kAvx2:                  \
+      return avx2::name(params);      \
+    case Isa::kAvx512:                \
+      return avx512::name(params);    \
   }

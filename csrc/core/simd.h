@@ -45,7 +45,6 @@ struct Float16 {
 };
 
 // ---- lanes and bits
-// ---------------------------------------------------------------------------------
 
 VL_SIMD FloatVec broadcast(float x) { return {x - FloatLanes{}}; }
 VL_SIMD FloatVec zero() { return {FloatLanes{}}; }
@@ -72,7 +71,6 @@ VL_SIMD FloatVec select(IntLanes mask, FloatVec if_set, FloatVec if_clear) {
 }
 
 // ---- arithmetic
-// -------------------------------------------------------------------------------------
 
 VL_SIMD FloatVec add(FloatVec a, FloatVec b) { return {a.v + b.v}; }
 VL_SIMD FloatVec sub(FloatVec a, FloatVec b) { return {a.v - b.v}; }
@@ -166,7 +164,6 @@ VL_SIMD void transpose(FloatVec (&rows)[kWidth]) {
 }
 
 // ---- one element
-// ------------------------------------------------------------------------------------
 
 VL_SIMD float float_from_bits(uint32_t bits) {
   float x;
@@ -222,9 +219,8 @@ VL_SIMD void from_float(float x, Float16& out) {
 }
 
 // ---- load and store
-// --------------------------------------------------------------------------------- No alignment is
-// asked for. The *_partial forms touch only the first `count` elements, 0..kWidth; loading gives 0
-// in the other lanes.
+// No alignment is asked for. The *_partial forms touch only the first `count` elements, 0..kWidth;
+// loading gives 0 in the other lanes.
 
 VL_SIMD FloatVec load(const float* p) {
   FloatVec a;
@@ -330,7 +326,6 @@ VL_PARTIAL_OF_HALVES(Float16)
 #undef VL_PARTIAL_OF_HALVES
 
 // ---- exponentials
-// -----------------------------------------------------------------------------------
 
 struct ReducedExp {
   FloatVec tail;    // e^r - 1, |r| <= ln(2)/2

@@ -1,6 +1,8 @@
 #include "engine/output_writer.h"
 
+#include <algorithm>
 #include <bit>
+#include <iterator>
 #include <utility>
 
 namespace vllm_lite {
@@ -64,7 +66,11 @@ void put_string_or_nil(std::string& out, std::string_view text) {
   }
 }
 
-constexpr size_t kCountOffset = 2;  // of the 32-bit number of outputs in a message
+// Where a message holds the 32-bit number of outputs, and where the outputs begin.
+constexpr size_t kCountOffset = 2;
+constexpr size_t kOutputsOffset = kCountOffset + sizeof(uint32_t);
+// A new message gets at most so much room from the start: one long message is no rule.
+constexpr size_t kMaxReservedBytes = size_t{1} << 18;
 
 }  // namespace
 
@@ -108,18 +114,29 @@ void OutputWriter::add(const SequenceOutput& output) {
   put_string_or_nil(buffer_, output.message);
 }
 
+void OutputWriter::append(OutputWriter& later) {
+  if (empty()) {
+    std::swap(buffer_, later.buffer_);
+  } else {
+    buffer_.append(later.buffer_, kOutputsOffset);
+  }
+  num_outputs_ += later.num_outputs_;
+  later.clear();
+}
+
 std::string OutputWriter::take(const EngineStats& stats) {
   for (int byte = 0; byte < 4; ++byte) {
     buffer_[kCountOffset + static_cast<size_t>(byte)] =
         static_cast<char>(num_outputs_ >> (8 * (3 - byte)));
   }
-  const int64_t values[] = {stats.num_running,    stats.num_waiting,    stats.kv_used_blocks,
+  const int64_t values[] = {stats.num_running,     stats.num_waiting,    stats.kv_used_blocks,
                             stats.kv_total_blocks, stats.prefix_queries, stats.prefix_hits,
                             stats.num_preemptions, stats.num_steps};
   put_array(buffer_, std::size(values));
   for (int64_t value : values) put_int(buffer_, value);
   std::string message = std::move(buffer_);
   clear();
+  buffer_.reserve(std::min(message.size(), kMaxReservedBytes));
   return message;
 }
 

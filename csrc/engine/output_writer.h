@@ -2,10 +2,12 @@
 //
 // A message is [outputs, stats]. Steps that pass before the client takes it are added to the same
 // message, so a slow client gets fewer, longer ones. An output is
-//   [key, sample_index, token_ids, text, finish_reason, stop_reason, logprobs, num_cached_tokens, message]
-// with what is new since the sequence's last output; finish_reason is nil or "stop", "length", "error",
-// "queue_full" or "refused"; stop_reason is nil, a token id or the stop string; logprobs is nil or a list of
-// [logprob, rank, top_ids, top_logprobs], one per token id; message is nil or why the request failed.
+//   [key, sample_index, token_ids, text, finish_reason, stop_reason, logprobs, num_cached_tokens,
+//   message]
+// with what is new since the sequence's last output; finish_reason is nil or "stop", "length",
+// "error", "queue_full" or "refused"; stop_reason is nil, a token id or the stop string; logprobs
+// is nil or a list of [logprob, rank, top_ids, top_logprobs], one per token id; message is nil or
+// why the request failed.
 #pragma once
 
 #include <cstdint>
@@ -52,8 +54,10 @@ class OutputWriter {
  public:
   OutputWriter() { clear(); }
   void add(const SequenceOutput& output);
+  // Takes over all that `later` holds, behind what is here; `later` is empty then.
+  void append(OutputWriter& later);
   bool empty() const { return num_outputs_ == 0; }
-  // The finished message; the writer starts a new one.
+  // The finished message. The writer starts a new one, with room for one as long.
   std::string take(const EngineStats& stats);
 
  private:

@@ -17,7 +17,8 @@ struct RmsNormParams {
   const void* input;
   void* residual;      // or nullptr
   const void* weight;  // [size]
-  int64_t out_outer_stride, out_inner_stride;  // elements
+  // Strides are in elements.
+  int64_t out_outer_stride, out_inner_stride;
   int64_t input_outer_stride, input_inner_stride;
   int64_t residual_outer_stride, residual_inner_stride;
   int64_t num_outer, num_inner;
@@ -36,7 +37,8 @@ struct RopeParams {
   void* key;                 // [num_tokens, num_kv_heads, head_size]
   const int32_t* positions;  // [num_tokens], below max_position
   const float* cos_sin;      // [max_position, rotary_size]: cosines, then sines
-  int64_t query_token_stride, key_token_stride;  // elements
+  // Strides are in elements.
+  int64_t query_token_stride, key_token_stride;
   int64_t max_position;
   int32_t num_tokens;
   int32_t num_heads;
@@ -53,7 +55,8 @@ void rope_cpu(const RopeParams& params);
 struct SiluMulParams {
   void* out;            // [num_tokens, size]
   const void* gate_up;  // [num_tokens, 2 * size]
-  int64_t out_token_stride, gate_up_token_stride;  // elements
+  // Strides are in elements.
+  int64_t out_token_stride, gate_up_token_stride;
   int32_t num_tokens;
   int32_t size;
   DType dtype;
@@ -64,68 +67,78 @@ void silu_mul_cpu(const SiluMulParams& params);
 
 // GGUF block formats, under ggml's numbers.
 enum class GgmlType : int32_t {
-  kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kBF16 = 30
+  kF32 = 0,
+  kF16 = 1,
+  kQ4_0 = 2,
+  kQ4_1 = 3,
+  kQ8_0 = 8,
+  kQ4_K = 12,
+  kQ5_K = 13,
+  kQ6_K = 14,
+  kBF16 = 30,
 };
 struct DequantizeParams {
-  void* out;           // [num_elements]
+  void* out;  // [num_elements]
   const void* blocks;
   int64_t num_elements;  // a multiple of the format's block length
   GgmlType type;
-  DType dtype;           // of out
+  DType dtype;  // of out
   int64_t stream;
 };
-// Bytes of `num_elements` in a format. Throws Error for an unknown type or a count that does not fill blocks.
+// Bytes of `num_elements` in a format. Throws Error for an unknown type or a count that does not
+// fill blocks.
 int64_t dequantize_block_bytes(GgmlType type, int64_t num_elements);
 VL_DECLARE_ISA_KERNEL(dequantize, DequantizeParams)
 void dequantize_cpu(const DequantizeParams& params);
 
-// Sampling, one call for all rows of a step. The order of processing of a row's logits, after which the
-// choice is made (logprobs and ranks are of the raw logits, before any of it):
-//   1. logit_bias; 2. allowed ids (others masked) and, while positions[i] < min_total_tokens, stop ids masked;
+// Sampling, one call for all rows of a step. The order of processing of a row's logits, after which
+// the choice is made (logprobs and ranks are of the raw logits, before any of it):
+//   1. logit_bias;
+//   2. allowed ids (others masked); stop ids masked while positions[i] < min_total_tokens;
 //   3. repetition penalty (prompt and output), frequency and presence penalties (output);
-//   4. temperature 0: the largest logit, the lowest id among equals. Otherwise divide by temperature, then
-//   5. top_k, then top_p over what is left, then min_p relative to the likeliest; each keeps at least one and
-//      orders by (logit descending, id ascending), so that ties have one answer; the token that crosses top_p
-//      stays;
-//   6. Gumbel-max with Philox4x32-10 keyed by (seed) and counted by (position, token id): one noise per token id,
-//      so that the choice depends on nothing but the row.
-// A row whose logits hold a NaN or +inf, or leave no finite candidate, yields token -1, rank 0 and logprob
-// -inf. Ids outside the vocabulary in the lists below are ignored. Two rows of one call must not share a
-// row of output_counts.
+//   4. temperature 0: the largest logit, the lowest id among equals. Otherwise divide by it, then
+//   5. top_k, then top_p over what is left, then min_p relative to the likeliest; each keeps at
+//      least one and orders by (logit descending, id ascending), so that ties have one answer; the
+//      token that crosses top_p stays;
+//   6. Gumbel-max with Philox4x32-10 keyed by (seed) and counted by (position, token id): one noise
+//      per token id, so that the choice depends on nothing but the row.
+// A row whose logits hold a NaN or +inf, or leave no finite candidate, yields token -1, rank 0 and
+// logprob -inf. Ids outside the vocabulary in the lists below are ignored. Two rows of one call
+// must not share a row of output_counts.
 // -inf logits are never chosen; their logprobs are reported as -inf.
 struct SampleParams {
   const float* logits;       // [num_rows, vocab_size]
   int64_t logits_stride;     // elements
   const int32_t* rows;       // [num_rows], row of the per-row state below
-  const int32_t* positions;  // [num_rows], position that the sampled token will have (= tokens so far)
+  const int32_t* positions;  // [num_rows], position of the sampled token (= tokens so far)
   // Per-row state, indexed by rows[i].
-  const float* temperature;           // [max_rows]
-  const float* top_p;                 // [max_rows]
-  const float* min_p;                 // [max_rows]
-  const int32_t* top_k;               // [max_rows], 0: all
-  const float* repetition_penalty;    // [max_rows]
-  const float* presence_penalty;      // [max_rows]
-  const float* frequency_penalty;     // [max_rows]
-  const int32_t* num_logprobs;        // [max_rows], -1: none
-  const int32_t* min_total_tokens;    // [max_rows], stop ids are masked while positions[i] < this
-  const uint64_t* seeds;              // [max_rows]
-  int32_t* output_counts;             // [max_rows, vocab_size] tokens generated, or nullptr: no row has penalties;
-                                      // the sampled token is counted here
-  const uint8_t* prompt_mask;         // [max_rows, vocab_size] 1: in the prompt; nullptr with output_counts
+  const float* temperature;         // [max_rows]
+  const float* top_p;               // [max_rows]
+  const float* min_p;               // [max_rows]
+  const int32_t* top_k;             // [max_rows], 0: all
+  const float* repetition_penalty;  // [max_rows]
+  const float* presence_penalty;    // [max_rows]
+  const float* frequency_penalty;   // [max_rows]
+  const int32_t* num_logprobs;      // [max_rows], -1: none
+  const int32_t* min_total_tokens;  // [max_rows], stop ids are masked while positions[i] < this
+  const uint64_t* seeds;            // [max_rows]
+  // Both [max_rows, vocab_size], or nullptr: no row has penalties.
+  int32_t* output_counts;      // tokens generated; the sampled token is counted here
+  const uint8_t* prompt_mask;  // 1: in the prompt
   // Id lists of the sampled rows, ragged: list i is [start[i], start[i+1]). nullptr starts: none.
-  const int32_t* bias_start;          // [num_rows + 1]
+  const int32_t* bias_start;  // [num_rows + 1]
   const int32_t* bias_ids;
   const float* bias_values;
-  const int32_t* allowed_start;       // [num_rows + 1]; an empty list allows all
+  const int32_t* allowed_start;  // [num_rows + 1]; an empty list allows all
   const int32_t* allowed_ids;
-  const int32_t* stop_start;          // [num_rows + 1]
+  const int32_t* stop_start;  // [num_rows + 1]
   const int32_t* stop_ids;
   // Results.
-  int32_t* token_ids;      // [num_rows], -1: row failed
-  float* logprobs;         // [num_rows] or nullptr
-  int32_t* ranks;          // [num_rows] or nullptr; 1 + number of raw logits greater than the token's
-  int32_t* top_ids;        // [num_rows, max_logprobs] or nullptr; unused entries -1
-  float* top_logprobs;     // [num_rows, max_logprobs]
+  int32_t* token_ids;   // [num_rows], -1: row failed
+  float* logprobs;      // [num_rows] or nullptr
+  int32_t* ranks;       // [num_rows] or nullptr; 1 + number of raw logits greater than the token's
+  int32_t* top_ids;     // [num_rows, max_logprobs] or nullptr; unused entries -1
+  float* top_logprobs;  // [num_rows, max_logprobs]
   int32_t num_rows;
   int32_t vocab_size;
   int32_t max_rows;

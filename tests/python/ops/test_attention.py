@@ -243,6 +243,71 @@ def test_a_row_before_the_first_token_sees_nothing() -> None:
     assert out[:2].eq(0).all() and out[2].eq(1).all()
 
 
+# ---- indices that lead out of the tensors
+
+
+def attend_with(
+    rows: tuple[int, ...] = (2,),
+    query_start: tuple[int, ...] = (0, 1),
+    seq_lens: tuple[int, ...] = (40,),
+    sliding_window: int = 0,
+    block: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """One decode of 40 tokens in blocks 3, 1, 2 of five, of 16 tokens; block: (index, other id)."""
+    table = torch.full((3, 4), -1, dtype=torch.int32)
+    table[2, :3] = torch.tensor([3, 1, 2])
+    if block is not None:
+        table[2, block[0]] = block[1]
+    out = torch.full((1, 1, 64), math.nan)
+    ints = [torch.tensor(values, dtype=torch.int32) for values in (rows, query_start, seq_lens)]
+    kv_cache = torch.ones(5, 2, 1, 16, 64)
+    try:
+        ops.paged_attention(out, torch.ones_like(out), kv_cache, table, *ints, 1.0, sliding_window)
+    except RuntimeError:
+        assert out.isnan().all(), "refused, yet something was written"
+        raise
+    return out
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("block", [-1, 5, 2**31 - 1, -(2**31)])
+def test_a_block_outside_the_cache_is_refused_by_row_and_block(index: int, block: int) -> None:
+    message = rf"row 2 of block_tables: block\[{index}\] is {block}; the cache has blocks 0 to 4"
+    with pytest.raises(RuntimeError, match=message):
+        attend_with(block=(index, block))
+
+
+@pytest.mark.parametrize(
+    ("window", "index", "is_read"),
+    # Position 39 sees 39 - window + 1 and up; block 1 begins at 16, block 2 at 32.
+    [(8, 1, False), (8, 2, True), (24, 0, False), (24, 1, True), (25, 0, True), (0, 3, False)],
+)
+def test_only_blocks_that_are_read_are_checked(window: int, index: int, is_read: bool) -> None:
+    if is_read:
+        with pytest.raises(RuntimeError, match=rf"block\[{index}\] is 1000"):
+            attend_with(sliding_window=window, block=(index, 1000))
+    else:
+        assert attend_with(sliding_window=window, block=(index, 1000)).eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_lens": (65,)}, r"seq_lens\[0\] is 65; row 2 .* holds 4 blocks of 16 tokens"),
+        ({"rows": (3,)}, r"rows\[0\] is 3; block_tables has rows 0 to 2"),
+        ({"rows": (-1,)}, r"rows\[0\] is -1; block_tables has rows 0 to 2"),
+        ({"query_start": (0, 2)}, r"query_start\[1\] is 2; .* from 0 to 1, the tokens of query"),
+        ({"query_start": (-1, 1)}, r"query_start\[0\] is -1"),
+        ({"query_start": (1, 0)}, r"query_start\[0\] is 1 and query_start\[1\] is 0"),
+        ({"sliding_window": -1}, "sliding_window must be positive, or 0 for none"),
+    ],
+    ids=str,
+)
+def test_indices_outside_their_tensors_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        attend_with(**changes)
+
+
 # ---- contract "row" -----------------------------------------------------------------------------
 
 ROW_OPTIONS: dict[str, dict[str, Any]] = {
@@ -343,6 +408,22 @@ def test_store_kv_fills_its_slots_and_no_other(head_size: int, dtype: torch.dtyp
     expected[block, 1, :, offset] = value[stored]
     ops.store_kv(key, value, kv_cache, slots)
     assert torch.equal(kv_cache, expected)
+
+
+@pytest.mark.parametrize("slot", [800, 2**40])
+def test_store_kv_refuses_a_slot_outside_the_cache_and_stores_nothing(slot: int) -> None:
+    key = torch.randn(600, 3, 64)
+    kv_cache = torch.randn(100, 2, 3, 8, 64)
+    before = kv_cache.clone()
+    slots = torch.arange(600)
+    slots[599] = slot
+    message = rf"slot_mapping\[599\] is {slot}; the cache has slots 0 to 799"
+    with pytest.raises(RuntimeError, match=message):
+        ops.store_kv(key, key, kv_cache, slots)
+    assert torch.equal(kv_cache, before)
+    slots[599] = 799
+    ops.store_kv(key, key, kv_cache, slots)
+    assert torch.equal(kv_cache[99, :, :, 7], key[599].expand(2, 3, 64))
 
 
 def test_copy_blocks_copies_in_every_layer_in_the_order_of_the_list() -> None:
