@@ -1,0 +1,69 @@
+// A step in the steady state allocates nothing but what its outputs need: counted by replacing
+// operator new in this program.
+#include <cstdlib>
+#include <new>
+
+#include "engine_fixture.h"
+
+namespace {
+thread_local int64_t num_allocations = 0;
+}  // namespace
+
+// Not inlined: GCC would see malloc meet delete and warn.
+[[gnu::noinline]] void* operator new(size_t size) {
+  ++num_allocations;
+  if (void* const memory = std::malloc(size == 0 ? 1 : size)) return memory;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+
+namespace vllm_lite::testing {
+namespace {
+
+struct EngineAllocations : EngineTest {
+  EngineAllocations() {
+    config_.scheduler.max_num_seqs = 32;
+    config_.scheduler.max_num_batched_tokens = 512;
+    config_.scheduler.max_model_len = 400;
+    config_.cache = {.num_blocks = 1024, .block_size = 16};
+    for (TokenId i = 0; i < 32; ++i) {
+      RequestInput input = endless(12, 380, i);
+      input.stops = {"a stop string that does not come", "\n\nAssistant:"};
+      if (i % 4 == 0) input.sampling.row.num_logprobs = 5;
+      core().submit(input);
+    }
+  }
+
+  // Steps of the engine core; the worker and the client are not counted.
+  int64_t count_allocations(int32_t num_steps, bool take_outputs) {
+    int64_t count = 0;
+    for (int32_t i = 0; i < num_steps; ++i) {
+      int64_t before = num_allocations;
+      const auto plan = core().begin_step();
+      count += num_allocations - before;
+      const std::vector<int32_t> result = engine().worker.execute(plan);
+      before = num_allocations;
+      core().finish_step(result);
+      count += num_allocations - before;
+      if (take_outputs) engine().take_outputs();
+    }
+    return count;
+  }
+};
+
+TEST_F(EngineAllocations, NoneWithAClientThatKeepsUp) {
+  EXPECT_GT(count_allocations(100, true), 32);  // the counter counts
+  // A message that is a little longer than any before may grow the buffers, hardly ever.
+  EXPECT_LE(count_allocations(250, true), 10);
+}
+
+TEST_F(EngineAllocations, OnlyTheOutboxGrowsForASlowClient) {
+  count_allocations(100, true);
+  EXPECT_LE(count_allocations(250, false), 20);  // by doubling, to a megabyte
+  engine().take_outputs();
+  EXPECT_EQ(engine().clients[0].stats.num_running, 32);
+}
+
+}  // namespace
+}  // namespace vllm_lite::testing
