@@ -2,28 +2,31 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
-
-import zmq.asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Self
 
 from vllm_lite.clients import ProcessClient
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine import Engine
 from vllm_lite.errors import EngineDeadError
-from vllm_lite.messages import decode_outputs
+from vllm_lite.model_files import ModelFiles
 from vllm_lite.outputs import RequestOutput
 from vllm_lite.requests import Prompt
 from vllm_lite.sampling_params import SamplingParams
 from vllm_lite.stats import EngineStats
 
-_Item = tuple[RequestOutput, Exception | None] | Exception
+logger = logging.getLogger(__name__)
+
+_Item = tuple[RequestOutput, Exception | None] | EngineDeadError
 
 
 class AsyncLLMEngine:
     """An engine core and a worker in processes of their own, driven from one event loop.
 
-    ``AsyncLLMEngine("smollm2", max_model_len=2048)``; vLLM's ``from_engine_args`` works too. Construction blocks until
-    the engine is ready. All methods belong to the event loop that first calls ``generate``.
+    ``AsyncLLMEngine("smollm2", max_model_len=2048)``; vLLM's ``from_engine_args`` works too.
+    Construction blocks until the engine is ready. One event loop at a time: a new one may take over
+    when nothing is running.
     """
 
     def __init__(
@@ -31,28 +34,31 @@ class AsyncLLMEngine:
         model: str | None = None,
         *,
         progress: Callable[[int, int], None] | None = None,
-        **options: object,
+        **options: Any,
     ) -> None:
         self._attach(Engine(model, multiprocess=True, progress=progress, **options))
 
     @classmethod
-    def from_engine_args(cls, args: EngineConfig) -> "AsyncLLMEngine":
+    def from_engine_args(cls, args: EngineConfig) -> Self:
         return cls(**{name: getattr(args, name) for name in args.__struct_fields__})
 
     @classmethod
-    def over(cls, client: ProcessClient, config: EngineConfig) -> "AsyncLLMEngine":
+    def over(cls, client: ProcessClient, config: EngineConfig, files: ModelFiles) -> Self:
         """For a process that did not start the engine itself."""
         engine = cls.__new__(cls)
-        engine._attach(Engine.over(client, config))
+        engine._attach(Engine.over(client, config, files))
         return engine
 
     def _attach(self, engine: Engine) -> None:
+        assert isinstance(engine.client, ProcessClient)
         self.engine = engine
         self.tokenizer = engine.tokenizer
         self.model_config = engine.model_config
         self.config = engine.config
+        self._client = engine.client
         self._queues: dict[str, asyncio.Queue[_Item]] = {}
-        self._reader: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watched_fds: list[int] = []
         self._idle = asyncio.Event()
         self._idle.set()
         self._dead: str | None = None
@@ -64,16 +70,16 @@ class AsyncLLMEngine:
         sampling_params: SamplingParams,
         request_id: str | None = None,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yields outputs of the kind that ``sampling_params.output_kind`` asks for.
 
-        Leaving the iterator in any way before its end aborts the request. Raises ``ValueError`` for a bad request,
-        ``QueueFullError`` if the waiting queue is full, ``EngineDeadError`` if the engine is gone and
-        ``EngineError`` if this request failed.
+        Leaving the iterator in any way before its end aborts the request. Raises ``ValueError`` for
+        a bad request, ``QueueFullError`` if the waiting queue is full, ``EngineDeadError`` if the
+        engine is gone and ``EngineError`` if this request failed.
         """
         if self._dead is not None:
             raise EngineDeadError(self._dead)
-        self._start_reader()
+        self._use_running_loop()
         request_id = f"request-{next(self._ids)}" if request_id is None else request_id
         self.engine.add_request(request_id, prompt, sampling_params, priority)
         queue: asyncio.Queue[_Item] = asyncio.Queue()
@@ -83,7 +89,7 @@ class AsyncLLMEngine:
         try:
             while not finished:
                 item = await queue.get()
-                if isinstance(item, Exception):
+                if isinstance(item, EngineDeadError):
                     raise item
                 output, error = item
                 finished = output.finished
@@ -91,21 +97,25 @@ class AsyncLLMEngine:
                     raise error
                 yield output
         finally:
-            del self._queues[request_id]
-            if not finished:
-                self.engine.abort_request(request_id)
-            if not self._queues:
-                self._idle.set()
+            # After abort() the id may already be another request's.
+            if self._queues.get(request_id) is queue:
+                self._forget(request_id)
+                if not finished:
+                    self.engine.abort_request(request_id)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; whoever iterates over it gets ``RequestAborted``."""
+        """Ends a request: its iterator gives what there is with finish_reason "abort", and stops."""
+        output = self.engine.end_request(request_id)
         queue = self._queues.get(request_id)
-        self.engine.abort_request(request_id)
-        if queue is not None:
-            queue.put_nowait(RequestAborted(f"request {request_id} was aborted"))
+        if output is None or queue is None:
+            return
+        self._forget(request_id)
+        queue.put_nowait((output, None))
 
     def health(self) -> str | None:
         """None: healthy; else why not."""
+        if self._dead is None and (reason := self._client.death_reason()) is not None:
+            self.declare_dead(reason)
         return self._dead
 
     def stats(self) -> EngineStats:
@@ -117,44 +127,65 @@ class AsyncLLMEngine:
 
     def declare_dead(self, reason: str) -> None:
         """The engine is gone: every request ends with ``EngineDeadError``, as does every new one."""
+        if self._dead is not None:
+            return
         self._dead = reason
+        self._leave_loop()
         for queue in self._queues.values():
             queue.put_nowait(EngineDeadError(reason))
 
     def close(self) -> None:
         """Ends the engine's processes. Harmless when called again."""
-        if self._reader is not None:
-            self._reader.cancel()
-            self._reader = None
-        if self._dead is None:
-            self.declare_dead("the engine is closed")
+        self.declare_dead("the engine is closed")
         self.engine.close()
+
+    def _forget(self, request_id: str) -> None:
+        del self._queues[request_id]
+        if not self._queues:
+            self._idle.set()
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def _start_reader(self) -> None:
-        if self._reader is None:
-            self._reader = asyncio.get_running_loop().create_task(self._read())
+    def _use_running_loop(self) -> None:
+        """Makes the running event loop call us when there is news, or when the engine dies."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None:
+            if self._queues and not self._loop.is_closed():
+                raise RuntimeError("the engine has requests that run in another event loop")
+            self._leave_loop()
+            # What a closed loop left behind: nobody waits for it.
+            self.engine.abort_request(list(self._queues))
+            self._queues.clear()
+        # An event belongs to the loop that first waits for it.
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._loop = loop
+        self._watched_fds = [self._client.fileno(), *self._client.death_fds()]
+        for fd in self._watched_fds:
+            loop.add_reader(fd, self._read)
+        loop.call_soon(self._read)
 
-    async def _read(self) -> None:
-        client = self.engine.client
-        assert isinstance(client, ProcessClient)
-        pull = zmq.asyncio.Socket.from_socket(client.pull)
-        while self._dead is None:
-            try:
-                # Wakes now and then only to see whether the engine is still alive.
-                if await pull.poll(500):
-                    self._dispatch(await pull.recv())
-                client.check_alive()
-            except EngineDeadError as error:
-                self.declare_dead(str(error))
+    def _leave_loop(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            for fd in self._watched_fds:
+                self._loop.remove_reader(fd)
+        self._loop = None
 
-    def _dispatch(self, message: bytes) -> None:
-        for output, error in self.engine.process(decode_outputs(message)):
-            queue = self._queues.get(output.request_id)
-            if queue is not None:
-                queue.put_nowait((output, error))
-
-
-class RequestAborted(Exception):
-    """The request was ended by ``abort``."""
+    def _read(self) -> None:
+        """Takes everything that has arrived; the descriptor does not become readable for the rest."""
+        if self._dead is not None:
+            return
+        try:
+            while (news := self._client.receive_now()) is not None:
+                for output, error in self.engine.process(news):
+                    queue = self._queues.get(output.request_id)
+                    if queue is not None:
+                        queue.put_nowait((output, error))
+            self._client.check_alive()
+        except EngineDeadError as error:
+            self.declare_dead(str(error))
+        except Exception as error:
+            logger.exception("the engine's news cannot be read")
+            self.declare_dead(f"the engine's news cannot be read: {error}")

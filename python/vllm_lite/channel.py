@@ -1,20 +1,26 @@
 """The line between a parent and one child process: a socket pair carrying JSON lines both ways.
 
-The child ends when the parent's end closes, whatever the parent died of and whatever the child is doing
-(``_core.exit_when_hung_up``, a thread that needs no interpreter). PR_SET_PDEATHSIG is not used: it fires when the
-*thread* that started the child ends, and an engine may be made in any thread.
+The child ends when the parent's end closes, whatever the parent died of and whatever the child is
+doing (``_core.exit_when_hung_up``, a thread that needs no interpreter). PR_SET_PDEATHSIG is not
+used: it fires when the *thread* that started the child ends, and an engine may be made in any
+thread.
 """
 
 import argparse
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
 
-from vllm_lite import _core
+from vllm_lite import _core, log
+
+logger = logging.getLogger(__name__)
 
 
 class ChannelClosed(Exception):
@@ -60,23 +66,41 @@ class Channel:
 class Child:
     """A child process started as ``python -m <module>`` and the parent's end of its channel."""
 
-    def __init__(self, role: str, module: str, pass_fds: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        role: str,
+        module: str,
+        pass_fds: tuple[int, ...] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.role = role
         ours, theirs = socket.socketpair()
-        with theirs:
+        try:
             command = [sys.executable, "-P", "-m", module, "--channel-fd", str(theirs.fileno())]
-            # A session of its own: a terminal's Ctrl-C goes to the parent alone, which then ends its children in order.
+            # A session of its own: a terminal's Ctrl-C goes to the parent alone, which then ends
+            # its children in order.
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *pass_fds),
                 start_new_session=True,
+                env={**os.environ, **(environment or {}), "PYTHONPATH": _python_path()},
             )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self.channel = Channel(ours)
 
-    def describe_exit(self) -> str:
-        """How the process ended; waits for it."""
-        code = self.process.wait()
+    def describe_exit(self, timeout: float = 5.0) -> str:
+        """How the process ended, for which its channel has closed; kills it if it lives on."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            return f"the {self.role} closed its channel and did not end"
         if code < 0:
             return f"the {self.role} was killed by {signal.Signals(-code).name}"
         return f"the {self.role} exited with code {code}"
@@ -91,9 +115,60 @@ class Child:
             self.process.wait()
 
 
+def stop_all(children: list[Child]) -> None:
+    """Ends children, all at the same time."""
+    for child in children:
+        child.channel.close()
+    for child in children:
+        child.stop()
+
+
+def _python_path() -> str:
+    """PYTHONPATH for a child: it finds what this process finds, however that came by its path.
+
+    An empty entry, the current directory, is left out: the child may not run a file that lies
+    there.
+    """
+    package_parent = str(Path(__file__).resolve().parents[1])
+    entries = [os.path.abspath(entry) for entry in sys.path if entry]
+    return os.pathsep.join(dict.fromkeys([*entries, package_parent]))
+
+
+def run_child(role: str, serve: Callable[[Channel], None]) -> NoReturn:
+    """A child's main program: ``serve(channel)``, and its failure told to the parent."""
+    channel = connect_to_parent()
+    log.configure(role)
+    code = 0
+    try:
+        serve(channel)
+    except (ChannelClosed, EOFError):
+        pass  # the parent is gone
+    except Exception as error:
+        # A sentence for the user is enough for bad input; anything else is a bug.
+        level = logging.DEBUG if isinstance(error, (ValueError, OSError)) else logging.ERROR
+        logger.log(level, "the %s failed", role, exc_info=True)
+        report_failure(channel, error)
+        code = 1
+    logging.shutdown()
+    sys.stdout.flush()
+    # No interpreter shutdown: threads may be blocked in C, and all that is held goes with the
+    # process.
+    os._exit(code)
+
+
+def report_failure(channel: Channel, error: BaseException) -> None:
+    """Tells the parent why this process is about to end."""
+    try:
+        channel.send({"event": "error", "message": str(error) or type(error).__name__})
+    except ChannelClosed:
+        pass
+
+
 def connect_to_parent() -> Channel:
-    """In a child: the channel named on the command line, armed so that the process ends with the parent."""
-    parser = argparse.ArgumentParser(description="A child process of vllm_lite; not for use by hand.")
+    """In a child: the channel named on the command line; the process now ends with the parent."""
+    parser = argparse.ArgumentParser(
+        description="A child process of vllm_lite; not for use by hand."
+    )
     parser.add_argument("--channel-fd", type=int, required=True)
     fd = parser.parse_args().channel_fd
     os.set_inheritable(fd, False)

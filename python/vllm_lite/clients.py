@@ -1,8 +1,9 @@
 """How a front end reaches its engine core: in this process, or over ZeroMQ in another one."""
 
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
+import logging
+import os
+import weakref
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -15,22 +16,31 @@ from vllm_lite.messages import (
     AbortRequests,
     AddRequest,
     EngineOutputs,
+    Hello,
     ToEngineCore,
     decode_outputs,
     encode,
 )
 from vllm_lite.model_config import ModelConfig
 from vllm_lite.model_files import ModelFiles
+from vllm_lite.processes import EngineProcesses, Progress
 from vllm_lite.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class CoreClient(Protocol):
     client_id: int
 
-    def send(self, message: ToEngineCore) -> None: ...
+    def send(self, message: AddRequest | AbortRequests) -> None: ...
     def receive(self) -> EngineOutputs:
         """Blocks until there is news. Raises EngineDeadError if none can come any more."""
-    def close(self) -> None: ...
+
+    def receive_now(self) -> EngineOutputs | None:
+        """News that is there without waiting. REQUIRES: nothing is unfinished."""
+
+    def close(self) -> None:
+        """Harmless when called again."""
 
 
 def make_core(
@@ -63,7 +73,7 @@ def deliver(core: _core.EngineCore, message: ToEngineCore) -> None:
     """Hands one message to the engine core."""
     if isinstance(message, AddRequest):
         core.submit(**msgspec.structs.asdict(message))
-    else:
+    elif isinstance(message, AbortRequests):
         for key in message.keys:
             core.abort(key)
 
@@ -80,17 +90,28 @@ class InProcessClient:
         files: ModelFiles,
         model_config: ModelConfig,
         tokenizer: Tokenizer,
-        progress: Callable[[int, int], None] | None,
+        progress: Progress | None,
     ) -> None:
-        from vllm_lite.worker.worker import Worker  # imports torch, which other front ends do without
+        # Imports torch, which front ends with a worker elsewhere do without.
+        from vllm_lite.worker.worker import Worker
 
-        self._core = make_core(config, resolved, model_config, tokenizer, num_clients=1)
-        self._worker = Worker(config, resolved, files, model_config, progress)
+        self._core: _core.EngineCore = make_core(config, resolved, model_config, tokenizer, 1)
+        self._worker: Worker = Worker(config, resolved, files, model_config, progress)
+        self._is_closed = False
 
-    def send(self, message: ToEngineCore) -> None:
+    def send(self, message: AddRequest | AbortRequests) -> None:
         deliver(self._core, message)
 
     def receive(self) -> EngineOutputs:
+        try:
+            return self._receive()
+        except BaseException:
+            # KeyboardInterrupt, anywhere: the step under way is lost, and with it its requests.
+            with suppress(_core.InternalError):  # there is none
+                self._core.fail_step("interrupted")
+            raise
+
+    def _receive(self) -> EngineOutputs:
         while True:
             plan = self._core.begin_step()
             if plan is not None:
@@ -105,96 +126,136 @@ class InProcessClient:
         try:
             result = self._worker.execute(plan)
         except Exception as error:
+            logger.exception("a step failed")
             self._core.fail_step(f"{type(error).__name__}: {error}")
-        except BaseException:
-            # KeyboardInterrupt: the step's tokens are lost, so its requests are; then let it through.
-            self._core.fail_step("interrupted")
-            raise
         else:
             self._core.finish_step(result)
 
+    def receive_now(self) -> EngineOutputs | None:
+        if self._core.begin_step() is not None:
+            self._core.fail_step("nobody waits for this request")
+        news = self._core.take_outputs(self.client_id)
+        return None if news is None else decode_outputs(news)
+
     def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._core.stop()
         del self._core, self._worker
 
 
 class ProcessClient:
-    """An engine core in another process: requests pushed to its address, news pulled from ours."""
+    """An engine core in another process: requests pushed to its address, news pulled from ours.
+
+    ``processes``: the engine's, if they are this client's own; they end with it, also when it is
+    dropped or the program exits. Call ``wait_connected`` before anything else.
+    """
 
     def __init__(
         self,
         engine_address: str,
         own_address: str,
         client_id: int = 0,
-        on_close: Callable[[], None] | None = None,
-        death_reason: Callable[[], str | None] = lambda: None,
+        processes: EngineProcesses | None = None,
     ) -> None:
         self.client_id = client_id
-        self._context = zmq.Context()
-        self._push = self._context.socket(zmq.PUSH)
-        self.pull = self._context.socket(zmq.PULL)
-        for socket in (self._push, self.pull):
+        self._processes = processes
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._push = context.socket(zmq.PUSH)
+        self._pull = context.socket(zmq.PULL)
+        self._close = weakref.finalize(
+            self, _close, os.getpid(), processes, context, (self._push, self._pull)
+        )
+        for socket in (self._push, self._pull):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
-        self.pull.bind(own_address)
+        self._pull.bind(own_address)
         self._push.connect(engine_address)
-        self._on_close = on_close
-        self._death_reason = death_reason
+        self._poller = zmq.Poller()
+        self._poller.register(self._pull, zmq.POLLIN)
+        for fd in self.death_fds():
+            self._poller.register(fd, zmq.POLLIN)
+        self._push.send(encode(Hello(client_id)))
 
     @classmethod
     def start(
-        cls, config: EngineConfig, progress: Callable[[int, int], None] | None = None
+        cls,
+        config: EngineConfig,
+        resolved: ResolvedConfig,
+        files: ModelFiles,
+        model_config: ModelConfig,
+        progress: Progress | None = None,
     ) -> "ProcessClient":
         """Starts an engine core and a worker for this client alone and waits until they are ready."""
-        from vllm_lite.processes import EngineProcesses
-
-        directory = tempfile.TemporaryDirectory(prefix="vllm_lite-")
-        own_address = f"ipc://{Path(directory.name) / 'client-0'}"
+        processes = EngineProcesses(config, files, model_config, resolved)
         try:
-            processes = EngineProcesses(config, Path(directory.name), [own_address])
-        except BaseException:
-            directory.cleanup()
-            raise
-
-        def stop() -> None:
-            processes.stop()
-            directory.cleanup()
-
-        try:
-            client = cls(processes.address, own_address, 0, stop, processes.death_reason)
+            client = cls(processes.address, processes.client_address(0), 0, processes)
             processes.wait_ready(progress)
+            client.wait_connected()
         except BaseException:
-            stop()
+            processes.stop()
             raise
-        processes.watch()
+        processes.remove_directory()
         return client
+
+    def wait_connected(self) -> None:
+        """Returns when the engine core has answered: both directions are open."""
+        self.receive()
 
     def send(self, message: AddRequest | AbortRequests) -> None:
         self._push.send(encode(message))
 
     def receive(self) -> EngineOutputs:
         while True:
-            # Wakes now and then only to see whether the engine is still alive.
-            if self.pull.poll(500):
-                return decode_outputs(self.pull.recv())
-            self.check_alive()
+            news = self.receive_now()
+            if news is not None:
+                return news
+            self._poller.poll()
+            if not int(self._pull.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self.check_alive()
 
     def receive_now(self) -> EngineOutputs | None:
-        """What has already arrived, or None."""
+        """The next message that has arrived, or None."""
         try:
-            return decode_outputs(self.pull.recv(zmq.NOBLOCK))
+            return decode_outputs(self._pull.recv(zmq.NOBLOCK))
         except zmq.Again:
             return None
 
+    def fileno(self) -> int:
+        """Becomes readable when news arrives, but only once: then ``receive_now`` until None."""
+        return int(self._pull.getsockopt(zmq.FD))
+
+    def death_fds(self) -> list[int]:
+        """One of these becomes readable when a process of the engine dies."""
+        if self._processes is None:
+            return []
+        return [child.channel.fileno() for child in self._processes.children]
+
+    def death_reason(self) -> str | None:
+        """Why the engine is gone; None while it lives, or if its processes are another's to watch."""
+        return None if self._processes is None else self._processes.death_reason()
+
     def check_alive(self) -> None:
-        reason = self._death_reason()
+        reason = self.death_reason()
         if reason is not None:
             raise EngineDeadError(reason)
 
     def close(self) -> None:
-        self._push.close()
-        self.pull.close()
-        self._context.term()
-        if self._on_close is not None:
-            self._on_close()
+        self._close()
+
+
+def _close(
+    owner_pid: int,
+    processes: EngineProcesses | None,
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    sockets: "tuple[zmq.Socket[bytes], ...]",
+) -> None:
+    if os.getpid() != owner_pid:
+        return  # a fork's copy: the engine is its parent's
+    for socket in sockets:
+        socket.close()
+    context.term()
+    if processes is not None:
+        processes.stop()

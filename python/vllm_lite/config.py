@@ -13,8 +13,28 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-# KV memory on CPU unless --kv-cache-memory says otherwise. Pages are touched only when they are used.
+# KV memory on CPU unless --kv-cache-memory says otherwise. Pages are touched only when they are
+# used.
 DEFAULT_KV_CACHE_MEMORY = 1 << 30
+
+_INT32_MAX = 2**31 - 1
+_INT64_MAX = 2**63 - 1
+_LONGEST_STEP = 1e9
+_LEAST = {
+    "max_model_len": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_num_waiting": 1,
+    "max_chunk_tokens": 0,
+    "block_size": 1,
+    "kv_cache_memory": 1,
+    "num_threads": 1,
+}
+_OPTIONAL = frozenset({"max_model_len", "kv_cache_memory", "num_threads"})
+_CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "scheduling_policy": ("fcfs", "priority"),
+}
 
 
 class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -36,24 +56,40 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     step_timeout: float = 300.0  # seconds after which a worker that gives no result counts as dead
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_threads",
-                     "max_num_waiting", "block_size", "kv_cache_memory"):  # fmt: skip
+        """``ValueError`` names field, value and limit: msgspec checks types only when it decodes."""
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.max_chunk_tokens < 0:
-            raise ValueError(f"max_chunk_tokens must be at least 0, got {self.max_chunk_tokens}")
+            if value is None and name in _OPTIONAL:
+                continue
+            most = _INT64_MAX if name == "kv_cache_memory" else _INT32_MAX
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                )
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(
+                f"enable_prefix_caching must be true or false, got {self.enable_prefix_caching!r}"
+            )
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
-        if not self.step_timeout > 0:
-            raise ValueError(f"step_timeout must be positive, got {self.step_timeout}")
+        if not 0 < self.step_timeout <= _LONGEST_STEP:
+            raise ValueError(
+                f"step_timeout must be above 0 and at most {_LONGEST_STEP:.0f} seconds, got "
+                f"{self.step_timeout}"
+            )
+        if not isinstance(self.model, str):
+            raise ValueError(f"model must be a string, got {self.model!r}")
         if not self.served_model_names:
             self.served_model_names = [self.model]
 
     def resolve(self, model: ModelConfig) -> "ResolvedConfig":
         """The numbers that follow from these options and the model.
 
-        Raises ``ValueError`` if ``max_model_len`` exceeds the model's limit or does not fit into the KV memory.
+        Raises ``ValueError`` if ``max_model_len`` exceeds the model's limit or does not fit into
+        the KV memory.
         """
         limit = model.max_position_embeddings
         max_model_len = limit if self.max_model_len is None else self.max_model_len

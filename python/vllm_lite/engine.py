@@ -1,13 +1,16 @@
-"""The engine as an object: requests in, outputs out. ``LLM``, ``LLMEngine`` and ``AsyncLLMEngine`` stand on it."""
+"""The engine as an object: requests in, outputs out. ``LLM``, ``LLMEngine`` and ``AsyncLLMEngine``
+stand on it.
+"""
 
 from collections.abc import Callable, Iterable
+from typing import Any, Self
 
 from vllm_lite.clients import CoreClient, InProcessClient, ProcessClient
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineDeadError, EngineError, QueueFullError
 from vllm_lite.messages import AbortRequests, CoreStats, EngineOutputs, SequenceOutput
 from vllm_lite.model_config import ModelConfig, load_model_config
-from vllm_lite.model_files import find_model
+from vllm_lite.model_files import ModelFiles, find_model
 from vllm_lite.outputs import RequestOutput
 from vllm_lite.requests import (
     CLIENT_SHIFT,
@@ -21,16 +24,19 @@ from vllm_lite.sampling_params import SamplingParams
 from vllm_lite.stats import EngineStats
 from vllm_lite.tokenizer import Tokenizer, load_tokenizer
 
+_INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
+
 
 class Engine:
     """One model, ready to generate.
 
-    ``Engine("smollm2")`` runs the engine core and the worker in this process; ``multiprocess=True`` gives each a
-    process of its own, as the server does. ``options`` are ``EngineConfig``'s fields. Not thread-safe: one thread at a
-    time. Close it, or use it as a context manager; nothing is left behind.
+    ``Engine("smollm2")`` runs the engine core and the worker in this process; ``multiprocess=True``
+    gives each a process of its own, as the server does. ``options`` are ``EngineConfig``'s fields.
+    Not thread-safe: one thread at a time. Close it, or use it as a context manager; nothing is left
+    behind.
 
-    Raises ``ValueError`` or ``FileNotFoundError`` naming the option for what cannot work, ``EngineDeadError`` if
-    a process of the engine does not start.
+    Raises ``ValueError`` or ``FileNotFoundError`` naming the option for what cannot work,
+    ``EngineDeadError`` if a process of the engine does not start.
     """
 
     def __init__(
@@ -39,28 +45,26 @@ class Engine:
         *,
         multiprocess: bool = False,
         progress: Callable[[int, int], None] | None = None,
-        **options: object,
+        **options: Any,
     ) -> None:
         if model is not None:
             options["model"] = model
-        config = EngineConfig(**options)  # type: ignore[arg-type]
+        config = EngineConfig(**options)
         files = find_model(config.model)
         model_config = load_model_config(files)
         resolved = config.resolve(model_config)
+        tokenizer = load_tokenizer(files)
         client: CoreClient
         if multiprocess:
-            client = ProcessClient.start(config, progress)
-            tokenizer = load_tokenizer(files)
+            client = ProcessClient.start(config, resolved, files, model_config, progress)
         else:
-            tokenizer = load_tokenizer(files)
             client = InProcessClient(config, resolved, files, model_config, tokenizer, progress)
         self._attach(config, model_config, tokenizer, client, resolved.max_model_len)
 
     @classmethod
-    def over(cls, client: CoreClient, config: EngineConfig) -> "Engine":
+    def over(cls, client: CoreClient, config: EngineConfig, files: ModelFiles) -> Self:
         """An engine whose core is reached through ``client``."""
         engine = cls.__new__(cls)
-        files = find_model(config.model)
         model_config = load_model_config(files)
         max_model_len = config.resolve(model_config).max_model_len
         engine._attach(config, model_config, load_tokenizer(files), client, max_model_len)
@@ -91,10 +95,17 @@ class Engine:
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
     ) -> None:
-        """Queues a request. ``ValueError`` names what is wrong with it; then nothing was queued."""
+        """Queues a request. ``ValueError`` names what is wrong with it; then nothing was queued.
+
+        priority: lower runs first, under scheduling_policy "priority".
+        """
         self._check_open()
         if request_id in self._keys:
-            raise ValueError(f"request id {request_id!r} is already in use")
+            raise ValueError(f"request_id {request_id!r} is already in use")
+        if type(priority) is not int or not _INT32_MIN <= priority <= _INT32_MAX:
+            raise ValueError(
+                f"priority must be an integer from {_INT32_MIN} to {_INT32_MAX}, got {priority!r}"
+            )
         text, ids, salt = self.check_request(prompt, params)
         key = self._next_key
         self._next_key += 1
@@ -109,19 +120,31 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams
     ) -> tuple[str | None, list[int], str]:
         """(text, token ids, cache salt) of a prompt; ``ValueError`` if the request cannot be run."""
+        self._check_open()
         text, ids, salt = tokenize_prompt(prompt, self.tokenizer)
-        check_prompt_ids(ids, self.model_config.vocab_size, self.max_model_len)
-        params.validate_for(self.model_config.vocab_size)
+        vocab_size = self.model_config.vocab_size
+        check_prompt_ids(ids, params.max_tokens, vocab_size, self.max_model_len)
+        params.validate_for(vocab_size)
+        if params.n > self.config.max_num_waiting:
+            raise ValueError(
+                f"n is {params.n}, and all samples wait at once: max_num_waiting is "
+                f"{self.config.max_num_waiting}"
+            )
         return text, ids, salt
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Ends requests without further output; ids that are not running are ignored."""
-        ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        keys = [self._keys.pop(name) for name in ids if name in self._keys]
-        for key in keys:
-            del self._requests[key]
-        if keys and not self._closed:
-            self.client.send(AbortRequests(keys))
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            self.end_request(name)
+
+    def end_request(self, request_id: str) -> RequestOutput | None:
+        """Aborts one request and returns what it has given, its samples with finish_reason "abort"."""
+        key = self._keys.pop(request_id, None)
+        if key is None:
+            return None
+        state = self._requests.pop(key)
+        self.client.send(AbortRequests([key]))
+        return state.end("abort")
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
@@ -132,37 +155,57 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Waits for the next news and returns it; with nothing unfinished, an empty list.
 
-        In one process this runs one step of the model. Raises ``EngineDeadError`` if the engine is gone. A request
-        that failed alone ends with finish_reason "error"; see ``failure_of``.
+        In one process this runs one step of the model. A request that failed ends with
+        finish_reason "error" and says why in ``error``; others go on. Raises ``EngineDeadError`` if
+        the engine is gone. An exception such as KeyboardInterrupt aborts every request, since
+        outputs may be lost.
         """
         self._check_open()
         if not self._requests:
             return []
-        return [output for output, _ in self.process(self.client.receive())]
+        try:
+            return [output for output, _ in self.process(self.client.receive())]
+        except Exception:
+            raise
+        except BaseException:
+            self.abort_request(list(self._keys))
+            raise
 
     def process(self, news: EngineOutputs) -> list[tuple[RequestOutput, Exception | None]]:
-        """Turns the engine core's news into outputs, each with the error that ended its request, if one did."""
+        """Turns the engine core's news into outputs, each with the error that ended its request, if
+        one did.
+        """
         self._core_stats = news.stats
-        results = []
+        results: list[tuple[RequestOutput, Exception | None]] = []
         for output in news.outputs:
             state = self._requests.get(output.key)
             if state is None:
-                continue  # aborted meanwhile
-            made = state.update(output)
+                continue  # aborted meanwhile, or failed with another of its samples
+            made: RequestOutput | None
+            error: Exception | None = None
+            if output.message is None:
+                made = state.update(output)
+            else:
+                # One sample's failure is the request's.
+                error = failure_of(output)
+                made = state.end("error", output.message)
+                if state.params.n > 1:
+                    self.client.send(AbortRequests([state.key]))
             if state.finished:
-                self._forget(state)
+                del self._requests[state.key]
+                del self._keys[state.request_id]
             if made is not None:
-                error = failure_of(output) if state.finished and state.failure else None
                 results.append((made, error))
         return results
-
-    def _forget(self, state: RequestState) -> None:
-        del self._requests[state.key]
-        del self._keys[state.request_id]
 
     # --- state ------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
+        """The engine core's state at its last news."""
+        if not self._requests and not self._closed:
+            # Nobody calls step() for what comes after the last abort.
+            while (news := self.client.receive_now()) is not None:
+                self.process(news)
         core = self._core_stats
         return EngineStats(
             num_running=core.num_running,
@@ -187,15 +230,11 @@ class Engine:
         if self._closed:
             raise RuntimeError("the engine is closed")
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_closed", True) is False:
-            self.close()
 
 
 def failure_of(output: SequenceOutput) -> Exception:
@@ -212,9 +251,8 @@ class LLMEngine(Engine):
     """``Engine`` under vLLM's name: ``LLMEngine.from_engine_args(EngineArgs(model=...))``."""
 
     @classmethod
-    def from_engine_args(cls, args: EngineConfig) -> "LLMEngine":
-        options = {name: getattr(args, name) for name in args.__struct_fields__}
-        return cls(**options)
+    def from_engine_args(cls, args: EngineConfig) -> Self:
+        return cls(**{name: getattr(args, name) for name in args.__struct_fields__})
 
 
 __all__ = ["Engine", "EngineDeadError", "EngineError", "LLMEngine", "QueueFullError"]

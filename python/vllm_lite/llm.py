@@ -1,10 +1,12 @@
 """Offline generation: many prompts in, all answers out."""
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, cast
 
-from tqdm import tqdm
+from msgspec.structs import replace
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from vllm_lite.engine import Engine
 from vllm_lite.outputs import RequestOutput
@@ -18,14 +20,16 @@ Message = dict[str, Any]
 class LLM:
     """``LLM("smollm2").generate(["Hello"], SamplingParams(max_tokens=32))``.
 
-    ``options`` are ``EngineConfig``'s fields. Works at module level, in a notebook and in a thread; nothing is started
-    but threads of torch's pool. ``with LLM(...) as llm`` frees the model at the end.
+    ``options`` are ``EngineConfig``'s fields. Works at module level, in a notebook and in a thread;
+    nothing is started but threads of torch's pool. Calls from several threads run one after
+    another. ``with LLM(...) as llm`` frees the model at the end.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         with _loading_bar() as update:
             self.engine = Engine(model, progress=update, **options)
         self._ids = itertools.count()
+        self._lock = threading.Lock()
 
     def generate(
         self,
@@ -36,11 +40,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """One ``RequestOutput`` per prompt, in their order.
 
-        prompts: a text, token ids, a dictionary with ``prompt`` or ``prompt_token_ids``, or a list of these;
-        sampling_params: one for all, or one per prompt.
+        prompts: a text, token ids, a dictionary with ``prompt`` or ``prompt_token_ids``, or a list
+        of these; sampling_params: one for all, or one per prompt.
 
-        Raises ``ValueError`` for a prompt or parameter that cannot be run (nothing is generated then). A request that
-        failed while it ran has finish_reason "error".
+        Raises ``ValueError`` for a prompt or parameter that cannot be run (nothing is generated
+        then). A request that failed while it ran has finish_reason "error" and says why in
+        ``error``.
         """
         prompt_list = _as_list(prompts)
         if sampling_params is None:
@@ -54,7 +59,8 @@ class LLM:
         priorities = [0] * len(prompt_list) if priority is None else list(priority)
         if len(priorities) != len(prompt_list):
             raise ValueError(f"{len(priorities)} priorities for {len(prompt_list)} prompts")
-        return self._run(prompt_list, params, priorities, use_tqdm)
+        with self._lock:
+            return self._run(prompt_list, params, priorities, use_tqdm)
 
     def chat(
         self,
@@ -62,15 +68,22 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
-        **template_kwargs: Any,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or several; the model's chat template makes the prompts."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [
+        if messages and isinstance(messages[0], dict):
+            conversations = [messages]
+        else:
+            conversations = cast(list[list[Message]], messages)
+        prompts: list[Prompt] = [
             self.engine.tokenizer.encode_chat(
                 conversation,
+                tools,
                 add_generation_prompt=add_generation_prompt,
-                template_kwargs=template_kwargs,
+                continue_final_message=continue_final_message,
+                template_kwargs=chat_template_kwargs,
             )
             for conversation in conversations
         ]
@@ -82,13 +95,13 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """The defaults with what the model's generation_config asks for."""
         known = set(SamplingParams.__struct_fields__)
-        defaults = self.engine.model_config.generation_defaults
+        defaults: dict[str, Any] = dict(self.engine.model_config.generation_defaults)
         return SamplingParams(**{name: value for name, value in defaults.items() if name in known})
 
     def close(self) -> None:
         self.engine.close()
 
-    def __enter__(self) -> "LLM":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -120,7 +133,7 @@ class LLM:
                     or in_flight + params[waiting[-1]].n <= self.engine.config.max_num_waiting
                 ):
                     index = waiting.pop()
-                    final = _final_only(params[index])
+                    final = replace(params[index], output_kind=RequestOutputKind.FINAL_ONLY)
                     self.engine.add_request(ids[index], checked[index], final, priorities[index])
                     in_flight += final.n
                 for output in self.engine.step():
@@ -128,9 +141,8 @@ class LLM:
                     in_flight -= len(output.outputs)
                     num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
                     bar.update()
-                    elapsed = bar.format_dict["elapsed"]
-                    if elapsed:
-                        bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s")
+                    if elapsed := bar.format_dict["elapsed"]:
+                        bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
         except BaseException:
             self.engine.abort_request(ids)
             raise
@@ -139,13 +151,8 @@ class LLM:
         return [results[request_id] for request_id in ids]
 
 
-def _final_only(params: SamplingParams) -> SamplingParams:
-    options = {name: getattr(params, name) for name in params.__struct_fields__}
-    return SamplingParams(**{**options, "output_kind": RequestOutputKind.FINAL_ONLY})
-
-
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, dict)):
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if prompts and all(type(item) is int for item in prompts):
         return [prompts]  # type: ignore[list-item]

@@ -4,7 +4,9 @@ import msgspec
 
 
 class AddRequest(msgspec.Struct, array_like=True, tag="add"):
-    """One request; the fields are ``EngineCore.submit``'s arguments (csrc/bindings/engine_bindings.cpp)."""
+    """One request; the fields are ``EngineCore.submit``'s arguments
+    (csrc/bindings/engine_bindings.cpp).
+    """
 
     key: int
     prompt: bytes  # int32 token ids, native byte order
@@ -36,7 +38,13 @@ class AbortRequests(msgspec.Struct, array_like=True, tag="abort"):
     keys: list[int]
 
 
-ToEngineCore = AddRequest | AbortRequests
+class Hello(msgspec.Struct, array_like=True, tag="hello"):
+    """A client's first message. The engine core answers with empty news: then both ways are open."""
+
+    client_id: int
+
+
+ToEngineCore = AddRequest | AbortRequests | Hello
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

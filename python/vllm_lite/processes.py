@@ -1,143 +1,178 @@
 """Starts an engine core and its worker as processes, and sees them end."""
 
-import json
 import os
 import select
-import threading
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from vllm_lite import _core
-from vllm_lite.channel import Channel, ChannelClosed, Child
-from vllm_lite.config import EngineConfig
+from vllm_lite.channel import ChannelClosed, Child, stop_all
+from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import EngineDeadError
+from vllm_lite.model_config import ModelConfig
+from vllm_lite.model_files import ModelFiles
+from vllm_lite.sampling_params import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS
 
-# Messages of the rings between engine core and worker. Plans hold token ids, positions, slots and block-table changes
-# of one step, and the histories of rows that begin with penalties.
 _RING_SLOTS = 2
-_STARTUP_TIMEOUT = 600.0  # seconds; loading a large model from a slow disk takes minutes
+# Loading a large model from a slow disk takes minutes; so much without any sign of life means a
+# hang.
+_SILENCE_TIMEOUT = 600.0  # seconds
+
+Progress = Callable[[int, int], None]
 
 
 def plan_bytes_limit(config: EngineConfig, max_model_len: int, vocab_size: int) -> int:
-    """Bytes that the largest step plan can have (csrc/scheduler/step_plan.h)."""
+    """Bytes that the largest step plan can have (csrc/scheduler/step_plan.h).
+
+    Only address space: a page of the ring is memory once a plan has reached it.
+    """
     blocks = -(-max_model_len // config.block_size)
     per_token = 4 * 4
-    # Worst case: every row begins in one step, with its whole table, a history and lists of every kind.
-    per_row = 4 * (8 + 3 * blocks + 32 + max_model_len + 2 * 1024 + vocab_size)
+    # Every row begins in one step, with its whole table, a history, and lists of every kind:
+    # allowed and stop ids have no double entries.
+    lists = 2 * MAX_LOGIT_BIAS_ENTRIES + 2 * vocab_size
+    per_row = 4 * (64 + 3 * blocks + max_model_len + lists)
     return config.max_num_batched_tokens * per_token + config.max_num_seqs * per_row + 4096
 
 
-def result_bytes_limit(config: EngineConfig, max_logprobs: int) -> int:
-    return config.max_num_seqs * 4 * (3 + 2 * max_logprobs) + 65536
+def result_bytes_limit(config: EngineConfig) -> int:
+    return config.max_num_seqs * 4 * (3 + 2 * MAX_LOGPROBS) + 65536
 
 
 class EngineProcesses:
     """One engine core and one worker with rings between them.
 
-    ``client_addresses[i]`` is where client i listens. Starting them returns at once; ``wait_ready`` waits.
+    Making one starts them and returns at once; ``wait_ready`` waits. Client i listens at
+    ``client_address(i)``. The directory of these addresses is needed only until every client and
+    the engine core have met; ``wait_ready`` and ``ProcessClient.wait_connected``, then
+    ``remove_directory``, so that nothing stays behind whatever ends this process.
     """
 
     def __init__(
-        self, config: EngineConfig, directory: Path, client_addresses: list[str]
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        model_config: ModelConfig,
+        resolved: ResolvedConfig,
+        num_clients: int = 1,
     ) -> None:
-        from vllm_lite.model_config import load_model_config
-        from vllm_lite.model_files import find_model
-        from vllm_lite.sampling_params import MAX_LOGPROBS
-
-        self.address = f"ipc://{directory / 'engine'}"
-        model_config = load_model_config(find_model(config.model))
-        resolved = config.resolve(model_config)
-        plan_limit = plan_bytes_limit(config, resolved.max_model_len, model_config.vocab_size)
-        result_limit = result_bytes_limit(config, MAX_LOGPROBS)
-        plan_fd = _core.ShmRing.create(_RING_SLOTS, plan_limit)
-        result_fd = _core.ShmRing.create(_RING_SLOTS, result_limit)
+        self.children: list[Child] = []
         self._death: str | None = None
-        self._stopping = False
-        self._watcher: threading.Thread | None = None
-        self._children: list[Child] = []
-        options = {
-            "config": json.loads(msgspec.json.encode(config)),
-            "plan_fd": plan_fd,
-            "result_fd": result_fd,
-        }
+        self._directory = Path(tempfile.mkdtemp(prefix="vllm_lite-"))
+        self.address = f"ipc://{self._directory / 'engine'}"
+        fds: list[int] = []
         try:
-            fds = (plan_fd, result_fd)
+            plan_limit = plan_bytes_limit(config, resolved.max_model_len, model_config.vocab_size)
+            for limit in (plan_limit, result_bytes_limit(config)):
+                fds.append(_core.ShmRing.create(_RING_SLOTS, limit))
+            options = {
+                "config": msgspec.to_builtins(config),
+                "model_path": str(files.path),
+                "plan_fd": fds[0],
+                "result_fd": fds[1],
+                "address": self.address,
+                "client_addresses": [self.client_address(i) for i in range(num_clients)],
+            }
             # The worker first: loading torch and the weights takes longest.
-            for role, module in (("worker", "vllm_lite.worker"), ("engine core", "vllm_lite.engine_core")):
-                child = Child(role, module, fds)
-                self._children.append(child)
-                child.channel.send(
-                    {**options, "address": self.address, "client_addresses": client_addresses}
-                )
-        except BaseException:
+            for role, module in (
+                ("worker", "vllm_lite.worker"),
+                ("engine core", "vllm_lite.engine_core"),
+            ):
+                child = Child(role, module, tuple(fds))
+                self.children.append(child)
+                child.channel.send(options)
+        except BaseException as error:
             self.stop()
+            if isinstance(error, ChannelClosed):
+                raise EngineDeadError(self.children[-1].describe_exit()) from error
             raise
         finally:
-            os.close(plan_fd)
-            os.close(result_fd)
+            for fd in fds:
+                os.close(fd)
 
-    @property
-    def children(self) -> list[Child]:
-        return self._children
+    def client_address(self, client_id: int) -> str:
+        return f"ipc://{self._directory / f'client-{client_id}'}"
 
-    def wait_ready(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def wait_ready(self, progress: Progress | None = None) -> None:
         """Returns when both are ready. Raises EngineDeadError with the reason if one is not to be."""
-        waiting: dict[int, Child] = {child.channel.fileno(): child for child in self._children}
-        while waiting:
-            buffered = [fd for fd, child in waiting.items() if child.channel.pending()]
-            readable = buffered or select.select(list(waiting), [], [], _STARTUP_TIMEOUT)[0]
-            if not readable:
-                names = ", ".join(child.role for child in waiting.values())
-                raise EngineDeadError(f"not ready after {_STARTUP_TIMEOUT:.0f} s: {names}")
-            for fd in readable:
-                child = waiting[fd]
-                message = receive_status(child)
-                if message["event"] == "ready":
-                    del waiting[fd]
-                elif message["event"] == "progress" and progress is not None:
-                    progress(message["done"], message["total"])
+        wait_ready(self.children, progress)
 
-    def watch(self) -> None:
-        """Follows the processes in a thread, so that ``death_reason`` knows."""
-        self._watcher = threading.Thread(target=self._follow, name="vllm_lite-watch", daemon=True)
-        self._watcher.start()
-
-    def _follow(self) -> None:
-        channels: dict[int, Child] = {child.channel.fileno(): child for child in self._children}
-        # A child's end of the channel closes when it dies, and at no other time.
-        readable, _, _ = select.select(list(channels), [], [])
-        if not self._stopping:
-            self._death = why_it_ended(channels[readable[0]])
+    def remove_directory(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def death_reason(self) -> str | None:
-        """Why the engine is gone; None while it lives."""
+        """Why the engine is gone; None while it lives. Costs one system call."""
+        if self._death is None:
+            by_fd = {child.channel.fileno(): child for child in self.children}
+            if -1 in by_fd:
+                self._death = "the engine was stopped"
+            elif readable := poll_readable(by_fd, 0):
+                self._death = why_it_ended(by_fd[readable[0]])
         return self._death
 
     def stop(self) -> None:
-        self._stopping = True
-        for child in self._children:
-            child.stop()
+        """Ends both. Harmless when called again."""
+        stop_all(self.children)
+        self.remove_directory()
 
 
-def receive_status(child: Child) -> dict[str, object]:
+def wait_ready(
+    children: Iterable[Child], progress: Progress | None = None, interrupt_fd: int | None = None
+) -> bool:
+    """True when all have said "ready"; False if ``interrupt_fd`` became readable before.
+
+    Raises EngineDeadError with the reason if a child fails, ends, or is silent for too long.
+    """
+    children = list(children)
+    waiting = {child.channel.fileno() for child in children}
+    by_fd = {child.channel.fileno(): child for child in children}
+    while waiting:
+        # Those that are ready are watched, too: they say nothing more unless they fail.
+        fds = [*by_fd] if interrupt_fd is None else [*by_fd, interrupt_fd]
+        buffered = [fd for fd, child in by_fd.items() if child.channel.pending()]
+        readable = buffered or poll_readable(fds, _SILENCE_TIMEOUT)
+        if interrupt_fd in readable:
+            return False
+        if not readable:
+            names = ", ".join(by_fd[fd].role for fd in waiting)
+            raise EngineDeadError(f"no sign of life for {_SILENCE_TIMEOUT:.0f} s from: {names}")
+        for fd in readable:
+            message = receive_status(by_fd[fd])
+            if message["event"] == "ready":
+                waiting.discard(fd)
+            elif message["event"] == "progress" and progress is not None:
+                progress(message["done"], message["total"])
+    return True
+
+
+def poll_readable(fds: Iterable[int], timeout: float | None) -> list[int]:
+    """Those of ``fds`` that can be read, or none after ``timeout`` seconds."""
+    poller = select.poll()  # select.select() cannot take descriptors above 1023
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return [fd for fd, _ in poller.poll(None if timeout is None else max(0.0, timeout) * 1000)]
+
+
+def receive_status(child: Child) -> dict[str, Any]:
     """A child's next status message; its failure or end as EngineDeadError."""
     try:
         message = child.channel.receive()
     except ChannelClosed:
         raise EngineDeadError(child.describe_exit()) from None
     if message["event"] == "error":
-        raise EngineDeadError(f"{child.role}: {message['message']}")
+        raise EngineDeadError(f"the {child.role} failed: {message['message']}")
     return message
 
 
 def why_it_ended(child: Child) -> str:
+    """The reason of a child whose channel has something to read after it was ready."""
     try:
         while True:
             receive_status(child)
     except EngineDeadError as error:
         return str(error)
-
-
-__all__ = ["Channel", "EngineProcesses", "receive_status", "why_it_ended"]

@@ -1,4 +1,6 @@
-"""The front end's side of a request: from prompt and parameters to a message, from messages to outputs."""
+"""The front end's side of a request: from prompt and parameters to a message, from messages to
+outputs.
+"""
 
 import hashlib
 import secrets
@@ -19,7 +21,9 @@ CLIENT_SHIFT = 48  # a key's client is above, its counter below (csrc/core/types
 
 
 def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int], str]:
-    """(text if there is one, token ids, cache salt) of any form of prompt. ``ValueError`` for anything else."""
+    """(text if there is one, token ids, cache salt) of any form of prompt. ``ValueError`` for
+    anything else.
+    """
     salt = ""
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
@@ -36,31 +40,37 @@ def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, l
         if ids is not None:
             if isinstance(ids, str) or not isinstance(ids, Sequence):
                 raise ValueError("prompt_token_ids must be a list of integers")
-            return text, list(ids), salt
+            return text, [*ids], salt
         if text is None:
             raise ValueError("a prompt dictionary needs 'prompt' (text) or 'prompt_token_ids'")
         prompt = text
     if isinstance(prompt, str):
         return prompt, tokenizer.encode(prompt), salt
     if not isinstance(prompt, Sequence):
-        raise ValueError(f"a prompt is text, token ids or a dictionary, got {type(prompt).__name__}")
+        raise ValueError(
+            f"a prompt is text, token ids or a dictionary, got {type(prompt).__name__}"
+        )
     return None, list(prompt), salt
 
 
-def check_prompt_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+def check_prompt_ids(
+    ids: Sequence[int], max_tokens: int | None, vocab_size: int, max_model_len: int
+) -> None:
     """``ValueError`` naming the value and the limit unless these ids can be run."""
     if not ids:
         raise ValueError("prompt is empty: it must have at least one token")
+    if len(ids) >= max_model_len:
+        raise ValueError(
+            f"prompt has {len(ids)} tokens, and max_tokens {max_tokens} of output are asked for: "
+            f"max_model_len is {max_model_len}, of which at least one token is the output's; shorten "
+            f"the prompt to {max_model_len - 1} tokens or raise max_model_len"
+        )
     for position, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ValueError(
-                f"prompt token {position} is {token!r}: token ids must be integers from 0 to {vocab_size - 1}"
+                f"prompt token {position} is {token!r}: token ids must be integers from 0 to "
+                f"{vocab_size - 1}"
             )
-    if len(ids) >= max_model_len:
-        raise ValueError(
-            f"prompt has {len(ids)} tokens, and at least one is to be generated: that is more than "
-            f"max_model_len {max_model_len}"
-        )
 
 
 def make_add_request(
@@ -72,19 +82,22 @@ def make_add_request(
     eos_token_ids: Sequence[int],
     max_model_len: int,
 ) -> AddRequest:
-    """The message that starts a request. A request without a seed gets one from the system's randomness."""
+    """The message that starts a request. A request without a seed gets one from the system's
+    randomness.
+    """
     eos = [] if params.ignore_eos else list(eos_token_ids)
     stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
     seed = secrets.randbits(64) if params.seed is None else params.seed & (1 << 64) - 1
     room = max_model_len - len(prompt_ids)
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     bias = params.logit_bias or {}
     return AddRequest(
         key=key,
         prompt=np.asarray(prompt_ids, dtype=np.int32).tobytes(),
         n=params.n,
         priority=priority,
-        max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-        min_tokens=params.min_tokens,
+        max_tokens=max_tokens,
+        min_tokens=min(params.min_tokens, max_tokens),
         # One typed part; adapters and media add theirs.
         salt=hashlib.blake2b(b"salt:" + salt.encode(), digest_size=16).digest() if salt else b"",
         temperature=params.temperature,
@@ -98,8 +111,9 @@ def make_add_request(
         seed=seed,
         bias_ids=[int(token) for token in bias],
         bias_values=[float(value) for value in bias.values()],
-        allowed_ids=list(params.allowed_token_ids or []),
-        stop_ids=eos + [token for token in params.stop_token_ids or [] if token not in eos],
+        # Without double entries, so that the size of a step's plan has a bound.
+        allowed_ids=list(dict.fromkeys(params.allowed_token_ids or [])),
+        stop_ids=list(dict.fromkeys([*eos, *(params.stop_token_ids or [])])),
         eos_ids=eos,
         stops=stops,
         include_stop=params.include_stop_str_in_output,
@@ -120,7 +134,9 @@ class _Sample:
 
 
 class RequestState:
-    """Collects what a request's sequences give and turns it into ``RequestOutput``s of the kind asked for."""
+    """Collects what a request's sequences give and turns it into ``RequestOutput``s of the kind
+    asked for.
+    """
 
     def __init__(
         self,
@@ -134,7 +150,6 @@ class RequestState:
         self.request_id = request_id
         self.key = key
         self.params = params
-        self.failure: tuple[str, str] | None = None  # (finish_reason, message) of a failed request
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
         self._tokenizer = tokenizer
@@ -163,8 +178,6 @@ class RequestState:
             sample.finish_reason = output.finish_reason
             sample.stop_reason = output.stop_reason
             self._num_unfinished -= 1
-            if output.message is not None:
-                self.failure = (output.finish_reason, output.message)
         if delta:
             news = _Sample(output.text, output.token_ids, logprobs, sample.cumulative_logprob,
                            output.finish_reason, output.stop_reason)  # fmt: skip
@@ -172,6 +185,20 @@ class RequestState:
         if self.params.output_kind is RequestOutputKind.FINAL_ONLY and not self.finished:
             return None
         return self._output(list(enumerate(self._samples)))
+
+    def end(self, finish_reason: str, error: str | None = None) -> RequestOutput:
+        """The last output: every sample that is unfinished ends with this reason."""
+        ended = []
+        for index, sample in enumerate(self._samples):
+            if sample.finish_reason is None:
+                sample.finish_reason = finish_reason
+                ended.append((index, sample))
+        self._num_unfinished = 0
+        if self.params.output_kind is not RequestOutputKind.DELTA:
+            ended = list(enumerate(self._samples))
+        output = self._output(ended)
+        output.error = error
+        return output
 
     def _output(self, samples: list[tuple[int, _Sample]]) -> RequestOutput:
         wants_logprobs = self.params.logprobs is not None
@@ -207,7 +234,9 @@ class RequestState:
     def _decode_position(self, token: int, entry: TokenLogprobs) -> dict[int, Logprob]:
         """The chosen token first, then the likeliest; each with its own text."""
         position = {token: Logprob(entry.logprob, entry.rank, self._text(token))}
-        for rank, (top, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
+        for rank, (top, logprob) in enumerate(
+            zip(entry.top_ids, entry.top_logprobs, strict=True), 1
+        ):
             if top >= 0 and top not in position:
                 position[top] = Logprob(logprob, rank, self._text(top))
         return position

@@ -1,148 +1,185 @@
-"""``python -m vllm_lite.serve MODEL``: the serving parent. Starts API server, engine core and worker, watches them, and
-ends them in order.
+"""``python -m vllm_lite.serve MODEL``: the serving parent. Starts API server, engine core and
+worker, watches them, and ends them in order.
 
-It binds the address before anything is loaded, so that a port in use is noticed at once, and imports nothing heavy itself.
+It binds the address before anything is loaded, so that a port in use is noticed at once, and
+imports nothing heavy itself.
 """
 
-import argparse
-import select
+import contextlib
+import logging
+import os
 import signal
 import socket
 import sys
-import tempfile
-from pathlib import Path
-from types import FrameType
-from typing import Any
+import time
+from collections.abc import Iterator
 
 import msgspec
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
+from vllm_lite import log
+from vllm_lite.arguments import parse
 from vllm_lite.channel import ChannelClosed, Child
-from vllm_lite.config import EngineConfig, parse_bytes
+from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import EngineDeadError
-from vllm_lite.model_config import load_model_config
-from vllm_lite.model_files import DEFAULT_MODEL, find_model
-from vllm_lite.processes import EngineProcesses, receive_status, why_it_ended
+from vllm_lite.model_config import ModelConfig, load_model_config
+from vllm_lite.model_files import ModelFiles, find_model
+from vllm_lite.processes import EngineProcesses, poll_readable, wait_ready, why_it_ended
+from vllm_lite.server.listener import bind
 from vllm_lite.server.options import ServerOptions
 
+logger = logging.getLogger("vllm_lite.serve")
 
-class _Stop(Exception):
-    """SIGTERM or SIGINT arrived."""
+# What the API server may take beyond the grace time: to send last events, and to free what was
+# aborted.
+_GRACE_MARGIN = 10.0  # seconds
+_AT_ONCE = 2.0  # after a second signal
+_LAST_WORDS = 5.0  # for error events after the engine has died
 
 
 def main(argv: list[str] | None = None) -> int:
     """Serves until a signal ends it; returns the exit code."""
-    arguments = _parser().parse_args(argv)
     try:
-        config, options = _configs(arguments)
-        listener = _bind(arguments.host, arguments.port)
-    except (ValueError, OSError, msgspec.ValidationError) as error:
+        log.configure("serve")
+        config, options, host, port = parse(argv)
+        listener = bind(host, port, options.backlog)
+        files = find_model(config.model)
+        model_config = load_model_config(files)
+        # The same checks as in the children, before any of them is started.
+        resolved = config.resolve(model_config)
+    except (ValueError, OSError) as error:
         print(f"vllm-lite serve: {error}", file=sys.stderr)
         return 1
-    signal.signal(signal.SIGTERM, _on_signal)
-    signal.signal(signal.SIGINT, _on_signal)
-    with listener, tempfile.TemporaryDirectory(prefix="vllm_lite-") as directory:
-        supervisor = _Supervisor(config, options, listener, Path(directory))
+    except KeyboardInterrupt:
+        return 130
+    with _signal_pipe() as signals:
+        supervisor = _Supervisor(config, options, listener, signals)
         try:
-            return supervisor.run()
+            return supervisor.run(files, model_config, resolved)
         except EngineDeadError as error:
             print(f"vllm-lite serve: {error}", file=sys.stderr)
             return 1
-        except _Stop:
-            return 0
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
             supervisor.stop()
 
 
 class _Supervisor:
+    """``signals`` becomes readable when a signal asks to stop: one byte each."""
+
     def __init__(
-        self, config: EngineConfig, options: ServerOptions, listener: socket.socket, directory: Path
+        self, config: EngineConfig, options: ServerOptions, listener: socket.socket, signals: int
     ) -> None:
         self._config = config
         self._options = options
         self._listener = listener
-        self._directory = directory
+        self._signals = signals
         self._processes: EngineProcesses | None = None
         self._api: Child | None = None
 
-    def run(self) -> int:
+    def run(self, files: ModelFiles, model_config: ModelConfig, resolved: ResolvedConfig) -> int:
         config = self._config
-        print(f"starting {config.model}", flush=True)
-        client_address = f"ipc://{self._directory / 'client-0'}"
-        self._processes = EngineProcesses(config, self._directory, [client_address])
+        logger.info("starting %s (%s)", config.served_model_names[0], files.path)
+        began = time.monotonic()
+        host, port = self._listener.getsockname()[:2]
+        processes = EngineProcesses(config, files, model_config, resolved)
+        self._processes = processes
         self._api = Child("API server", "vllm_lite.server", (self._listener.fileno(),))
-        self._api.channel.send(
-            {
-                "config": msgspec.to_builtins(config),
-                "options": msgspec.to_builtins(self._options),
-                "socket_fd": self._listener.fileno(),
-                "engine_address": self._processes.address,
-                "own_address": client_address,
-            }
-        )
-        with tqdm(desc="loading weights", unit="B", unit_scale=True, dynamic_ncols=True) as bar:
+        # From now on the socket is the API server's alone: when it closes it, the port is free.
+        socket_fd = self._listener.fileno()
+        self._listener.close()
+        try:
+            self._api.channel.send(
+                {
+                    "config": msgspec.to_builtins(config),
+                    "model_path": str(files.path),
+                    "options": msgspec.to_builtins(self._options),
+                    "socket_fd": socket_fd,
+                    "engine_address": processes.address,
+                    "own_address": processes.client_address(0),
+                }
+            )
+        except ChannelClosed:
+            raise EngineDeadError(self._api.describe_exit()) from None
+        # Shows nothing where no terminal would draw it.
+        with tqdm(desc="loading weights", unit="B", unit_scale=True, dynamic_ncols=True,
+                  disable=None, leave=False) as bar:  # fmt: skip
 
             def update(done: int, total: int) -> None:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            self._processes.wait_ready(update)
-        self._api.channel.send({"event": "start"})
-        while receive_status(self._api)["event"] != "ready":
-            pass
-        self._announce()
-        return self._watch()
+            children = [*processes.children, self._api]
+            if not wait_ready(children, update, self._signals):
+                logger.info("stopped while starting")
+                return 0
+        processes.remove_directory()
+        try:
+            self._api.channel.send({"event": "start"})
+        except ChannelClosed:
+            raise EngineDeadError(why_it_ended(self._api)) from None
+        logger.info("ready after %.1f s", time.monotonic() - began)
+        self._announce(resolved, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        return self._watch(processes, self._api)
 
-    def _announce(self) -> None:
-        resolved = self._config.resolve(load_model_config(find_model(self._config.model)))
-        host, port = self._listener.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    def _announce(self, resolved: ResolvedConfig, url: str) -> None:
         name = self._config.served_model_names[0]
         gigabytes = resolved.num_blocks * resolved.block_bytes / 2**30
+        logger.info(
+            "dtype %s, max_model_len %d, KV cache %.2f GiB (%d tokens)",
+            resolved.dtype,
+            resolved.max_model_len,
+            gigabytes,
+            resolved.num_blocks * self._config.block_size,
+        )
+        key = " -H 'Authorization: Bearer KEY'" if self._options.api_keys else ""
         print(
-            f"dtype {resolved.dtype}, max_model_len {resolved.max_model_len}, KV cache {gigabytes:.2f} GiB "
-            f"({resolved.num_blocks * self._config.block_size} tokens)\n"
             f"serving {name} at {url} - try:\n"
-            f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d "
+            f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d "
             f'\'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'',
             flush=True,
         )
 
-    def _watch(self) -> int:
-        assert self._processes is not None and self._api is not None
-        children = {child.channel.fileno(): child for child in [*self._processes.children, self._api]}
-        try:
-            # A child's end of its channel closes when it dies; after "ready" an API server says nothing.
-            readable, _, _ = select.select(list(children), [], [])
-        except _Stop:
-            return self._stop_gracefully()
-        dead = children[readable[0]]
-        reason = why_it_ended(dead)
-        print(f"vllm-lite serve: {reason}; stopping", file=sys.stderr, flush=True)
-        if dead is not self._api:
-            # Let every stream end with an error instead of a cut connection.
-            try:
-                self._api.channel.send({"event": "engine_dead", "reason": reason})
-                self._api.process.terminate()
-                self._api.process.wait(5)
-            except (ChannelClosed, TimeoutError, _Stop):
-                pass
-            except Exception as error:  # subprocess.TimeoutExpired
-                print(f"vllm-lite serve: {error}", file=sys.stderr)
-        return 1
-
-    def _stop_gracefully(self) -> int:
-        """Lets the API server finish what runs. A second signal ends it at once."""
-        assert self._api is not None
-        print("stopping: finishing what runs (signal again to stop at once)", flush=True)
-        self._api.process.terminate()
-        try:
-            self._api.process.wait(self._options.shutdown_grace + 10)
-        except _Stop:
-            self._api.process.kill()
-        return 0
+    def _watch(self, processes: EngineProcesses, api: Child) -> int:
+        """Until a signal comes or a child ends, and then until the API server has ended."""
+        engine = {child.channel.fileno(): child for child in processes.children}
+        api_fd = api.channel.fileno()
+        deadline: float | None = None
+        stopping = False
+        code = 0
+        while True:
+            timeout = None if deadline is None else deadline - time.monotonic()
+            readable = poll_readable([self._signals, api_fd, *engine], timeout)
+            # A child's end of its channel closes when it dies; after "ready" it says nothing else.
+            if api_fd in readable:
+                if stopping:
+                    return code
+                logger.error("%s; stopping", why_it_ended(api))
+                return 1
+            if not readable:
+                logger.error("the API server does not stop; killing it")
+                return 1
+            if self._signals in readable:
+                os.read(self._signals, 1)
+                if not stopping:
+                    logger.info("stopping when all requests are done; signal again to stop now")
+                    deadline = time.monotonic() + self._options.shutdown_grace + _GRACE_MARGIN
+                else:
+                    deadline = time.monotonic() + _AT_ONCE
+                stopping = True
+                api.process.terminate()
+            for fd in [fd for fd in readable if fd in engine]:
+                # Every stream is to end with an error instead of a cut connection.
+                reason = why_it_ended(engine[fd])
+                engine.clear()
+                logger.error("%s; stopping", reason)
+                code = 1
+                deadline = time.monotonic() + _LAST_WORDS
+                with contextlib.suppress(ChannelClosed):
+                    api.channel.send({"event": "engine_dead", "reason": reason})
+                if not stopping:
+                    api.process.terminate()
+                stopping = True
+                break
 
     def stop(self) -> None:
         if self._api is not None:
@@ -151,75 +188,25 @@ class _Supervisor:
             self._processes.stop()
 
 
-def _on_signal(_signal: int, _frame: FrameType | None) -> None:
-    raise _Stop
+@contextlib.contextmanager
+def _signal_pipe() -> Iterator[int]:
+    """A descriptor that gets a byte for every SIGTERM and SIGINT.
 
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    No exception out of the handler: it could come between two lines that belong together.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    previous_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    listener.listen(1024)
-    return listener
-
-
-def _configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerOptions]:
-    values: dict[str, Any] = vars(arguments)
-    engine = {name: values[name] for name in EngineConfig.__struct_fields__ if name in values}
-    config = EngineConfig(**engine)
-    # The same checks as in the children, before any of them is started.
-    config.resolve(load_model_config(find_model(config.model)))
-    options = ServerOptions(
-        api_keys=tuple(arguments.api_keys),
-        max_body_bytes=arguments.max_body_bytes,
-        shutdown_grace=arguments.shutdown_grace,
-    )
-    return config, options
-
-
-def _parser() -> argparse.ArgumentParser:
-    default = EngineConfig()
-    server_default = ServerOptions()
-    parser = argparse.ArgumentParser(prog="vllm-lite serve", description="Serve a model over OpenAI's HTTP API.")
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL",
-                        help="directory, .gguf file or hub id (default: %(default)s)")  # fmt: skip
-    http = parser.add_argument_group("HTTP")
-    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    http.add_argument("--port", type=int, default=8000, help="0 chooses a free one (default: %(default)s)")
-    http.add_argument("--api-key", dest="api_keys", action="append", default=[], metavar="KEY",
-                      help="require this key on every route but /health; may be repeated")  # fmt: skip
-    http.add_argument("--served-model-name", dest="served_model_names", nargs="+", default=[], metavar="NAME",
-                      help="names the model answers to (default: MODEL)")  # fmt: skip
-    http.add_argument("--max-body-bytes", type=parse_bytes, default=server_default.max_body_bytes, metavar="BYTES",
-                      help="largest request body (default: %(default)s)")  # fmt: skip
-    http.add_argument("--shutdown-grace", type=float, default=server_default.shutdown_grace, metavar="SECONDS",
-                      help="time that running requests get at SIGTERM (default: %(default)s)")  # fmt: skip
-    model = parser.add_argument_group("model")
-    model.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default=default.dtype,
-                       help="auto: the checkpoint's; bfloat16 for a quantised one (default: %(default)s)")  # fmt: skip
-    model.add_argument("--max-model-len", type=int, metavar="TOKENS", help="prompt + output (default: the model's limit)")
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs, metavar="N",
-                        help="sequences that run at once (default: %(default)s)")  # fmt: skip
-    engine.add_argument("--max-num-batched-tokens", type=int, default=default.max_num_batched_tokens, metavar="N",
-                        help="tokens in one step (default: %(default)s)")  # fmt: skip
-    engine.add_argument("--max-num-waiting", type=int, default=default.max_num_waiting, metavar="N",
-                        help="bound of the waiting queue (default: %(default)s)")  # fmt: skip
-    engine.add_argument("--kv-cache-memory", type=parse_bytes, metavar="BYTES",
-                        help="memory of the KV cache, such as 512M or 4G (default: 1G)")  # fmt: skip
-    engine.add_argument("--block-size", type=int, default=default.block_size, metavar="TOKENS",
-                        help="tokens in a KV block (default: %(default)s)")  # fmt: skip
-    engine.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_false",
-                        help="do not share the KV of equal prompt beginnings")  # fmt: skip
-    engine.add_argument("--scheduling-policy", choices=["fcfs", "priority"], default=default.scheduling_policy,
-                        help="order of requests (default: %(default)s)")  # fmt: skip
-    engine.add_argument("--num-threads", type=int, metavar="N", help="threads of the worker (default: all cores)")
-    return parser
+        yield reader
+    finally:
+        signal.set_wakeup_fd(previous_fd)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)
 
 
 if __name__ == "__main__":

@@ -1,64 +1,64 @@
-"""The API server's process: HTTP in front, an engine core in another process behind. Imports no torch."""
+"""The API server's process: HTTP in front, an engine core in another process behind. Imports no
+torch.
+"""
 
 import asyncio
-import os
 import socket
-import traceback
-from typing import Any
+from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from vllm_lite.async_engine import AsyncLLMEngine
-from vllm_lite.channel import Channel, ChannelClosed, connect_to_parent
+from vllm_lite.channel import Channel, ChannelClosed, run_child
 from vllm_lite.clients import ProcessClient
 from vllm_lite.config import EngineConfig
+from vllm_lite.model_files import ModelFiles
+from vllm_lite.server.engine import EngineLike
 from vllm_lite.server.options import ServerOptions
 from vllm_lite.server.run import run, serve
 
 
-def main() -> None:
-    channel = connect_to_parent()
-    try:
-        options = channel.receive()
-        listener = socket.socket(fileno=options["socket_fd"])
-        client = ProcessClient(options["engine_address"], options["own_address"])
-        engine = AsyncLLMEngine.over(client, msgspec.convert(options["config"], EngineConfig))
-        server_options = msgspec.convert(options["options"], ServerOptions)
-        while channel.receive()["event"] != "start":
-            pass
-        run(_serve(engine, listener, server_options, channel))
-    except ChannelClosed:
-        os._exit(0)
-    except Exception as error:
-        traceback.print_exc()
-        channel.send({"event": "error", "message": str(error)})
-        os._exit(1)
+def main(channel: Channel) -> None:
+    options = channel.receive()
+    listener = socket.socket(fileno=options["socket_fd"])
+    client = ProcessClient(options["engine_address"], options["own_address"])
+    config = msgspec.convert(options["config"], EngineConfig)
+    engine = AsyncLLMEngine.over(client, config, ModelFiles(Path(options["model_path"])))
+    server_options = msgspec.convert(options["options"], ServerOptions)
+    client.wait_connected()
+    channel.send({"event": "ready"})
+    while channel.receive()["event"] != "start":
+        pass
+    run(_serve(engine, listener, server_options, channel))
 
 
 async def _serve(
     engine: AsyncLLMEngine, listener: socket.socket, options: ServerOptions, channel: Channel
 ) -> None:
     # The socket has been listening since the parent bound it: connections wait in its queue.
-    channel.send({"event": "ready"})
-    follower = asyncio.create_task(_follow(engine, channel))
-    await serve(engine, [listener], options)
-    follower.cancel()
-    engine.close()
-
-
-async def _follow(engine: AsyncLLMEngine, channel: Channel) -> None:
-    """Hears from the parent that the engine is gone."""
     loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(channel.fileno(), readable.set)
+
+    def hear() -> None:
+        """The parent speaks only once more: when the engine is gone."""
+        loop.remove_reader(channel.fileno())
+        try:
+            message = channel.receive()
+        except ChannelClosed:
+            return
+        engine.declare_dead(str(message["reason"]))
+
+    loop.add_reader(channel.fileno(), hear)
+    if channel.pending():
+        hear()
     try:
-        await readable.wait()
-        message: dict[str, Any] = channel.receive()
-        if message["event"] == "engine_dead":
-            engine.declare_dead(str(message["reason"]))
+        # The engine's config has a number as max_model_len, which the type of the option leaves
+        # open.
+        await serve(cast(EngineLike, engine), [listener], options)
     finally:
         loop.remove_reader(channel.fileno())
+        engine.close()
 
 
 if __name__ == "__main__":
-    main()
+    run_child("API server", main)

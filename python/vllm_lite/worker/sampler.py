@@ -118,5 +118,8 @@ class Sampler:
         return encode_result(
             plan.step_words,
             token_ids.numpy(),
-            *(part if part is None else part.numpy() for part in (logprobs, ranks, top_ids, top_logprobs)),
+            *(
+                part if part is None else part.numpy()
+                for part in (logprobs, ranks, top_ids, top_logprobs)
+            ),
         )

@@ -10,11 +10,14 @@ RESULT_MAGIC = 0x564C5231
 _HEADER_WORDS = 16
 _NEW_ROW_HEADER_WORDS = 6
 _ROW_SAMPLING_WORDS = 12
+_MAX_ERROR_BYTES = 4096
 
 
 @dataclass(slots=True)
 class NewRow:
-    """Sampling parameters of a row that begins. ``history``: its tokens so far, if penalties need them."""
+    """Sampling parameters of a row that begins. ``history``: its tokens so far, if penalties need
+    them.
+    """
 
     row: int
     floats: np.ndarray  # temperature, top_p, min_p, repetition, presence, frequency penalty
@@ -115,7 +118,9 @@ def encode_result(
     top_ids: np.ndarray | None = None,
     top_logprobs: np.ndarray | None = None,
 ) -> bytes:
-    """A step's result. Without ``logprobs`` no row asked for any; ``top_*``: ``[num_logits, max_logprobs]``."""
+    """A step's result. Without ``logprobs`` no row asked for any; ``top_*``: ``[num_logits,
+    max_logprobs]``.
+    """
     parts = [token_ids]
     max_logprobs = -1
     if logprobs is not None:
@@ -131,15 +136,22 @@ def encode_result(
 
 
 def encode_error(step_words: list[int], message: str) -> bytes:
-    text = message.encode()
+    # Bounded, so that it fits into the ring: torch's messages can be pages long.
+    text = message.encode()[:_MAX_ERROR_BYTES].decode(errors="ignore").encode()
     body = text + b"\0" * (-len(text) % 4)
     return _header(step_words, len(body), 0, -1, 1, len(text)) + body
 
 
 def _header(
-    step_words: list[int], body_bytes: int, num_logits: int, max_logprobs: int, error: int, message: int
+    step_words: list[int],
+    body_bytes: int,
+    num_logits: int,
+    max_logprobs: int,
+    error: int,
+    message: int,
 ) -> bytes:
     num_words = 8 + body_bytes // 4
     return np.array(
-        [RESULT_MAGIC, num_words, *step_words, num_logits, max_logprobs, error, message], dtype=np.int32
+        [RESULT_MAGIC, num_words, *step_words, num_logits, max_logprobs, error, message],
+        dtype=np.int32,
     ).tobytes()

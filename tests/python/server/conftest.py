@@ -17,7 +17,8 @@ from fakes import FakeEngine
 
 from vllm_lite.server.app import create_app
 from vllm_lite.server.options import ServerOptions
-from vllm_lite.server.run import bind, run, serve
+from vllm_lite.server.listener import bind
+from vllm_lite.server.run import run, serve
 
 
 class Client:

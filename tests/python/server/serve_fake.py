@@ -5,7 +5,8 @@ import sys
 from fakes import FakeEngine, Script
 
 from vllm_lite.server.options import ServerOptions
-from vllm_lite.server.run import bind, run, serve
+from vllm_lite.server.listener import bind
+from vllm_lite.server.run import run, serve
 
 
 def main(delay: float, grace: float) -> None:

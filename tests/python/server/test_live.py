@@ -16,7 +16,7 @@ from fakes import FakeEngine, Script
 
 from vllm_lite.errors import EngineError, QueueFullError
 from vllm_lite.server.options import ServerOptions
-from vllm_lite.server.run import bind
+from vllm_lite.server.listener import bind
 
 KEY = {"Authorization": "Bearer secret"}
 

@@ -1,0 +1,114 @@
+"""The options of ``vllm-lite serve``. Nothing heavy is imported: ``--help`` is to answer at once."""
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from vllm_lite.config import EngineConfig, parse_bytes
+from vllm_lite.model_files import DEFAULT_MODEL
+from vllm_lite.server.options import ServerOptions
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence and exits with code 1, as every other failure to start
+    does.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(1, f"{self.prog}: {message} (options: {self.prog} --help)\n")
+
+
+def parse(argv: list[str] | None) -> tuple[EngineConfig, ServerOptions, str, int]:
+    """(engine's options, server's options, host, port). Raises ValueError for a value out of
+    bounds.
+    """
+    values = vars(_parser().parse_args(argv))
+    if not values["api_keys"] and os.environ.get("VLLM_LITE_API_KEY"):
+        values["api_keys"] = [os.environ["VLLM_LITE_API_KEY"]]
+    engine = {name: values[name] for name in EngineConfig.__struct_fields__ if name in values}
+    server = {name: values[name] for name in ServerOptions.__slots__ if name in values}
+    server["api_keys"] = tuple(values["api_keys"])
+    server["cors_origins"] = tuple(values["cors_origins"])
+    return EngineConfig(**engine), ServerOptions(**server), values["host"], values["port"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    engine_default, server_default = EngineConfig(), ServerOptions()
+    parser = _Parser(
+        prog="vllm-lite serve",
+        description="Serve a model over OpenAI's HTTP API.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL",
+                        help="directory, .gguf file or hub id (default: %(default)s)")  # fmt: skip
+
+    def adder(title: str, default_of: EngineConfig | ServerOptions) -> Callable[..., None]:
+        group = parser.add_argument_group(title)
+
+        def add(flag: str, help: str, **options: Any) -> None:
+            name = options.setdefault("dest", flag.lstrip("-").replace("-", "_"))
+            default = options.setdefault("default", getattr(default_of, name, None))
+            shown = "" if default is None or default == [] else " (default: %(default)s)"
+            group.add_argument(flag, help=help + shown, **options)
+
+        return add
+
+    add = adder("HTTP", server_default)
+    add("--host", "address to listen on", default="127.0.0.1")
+    add("--port", "0 chooses a free one", type=_port, default=8000)
+    add("--api-key", "require this key on every route but /health; may be repeated (default: "
+        "$VLLM_LITE_API_KEY, which other users of the machine cannot see)",
+        dest="api_keys", action="append", default=[], metavar="KEY")  # fmt: skip
+    add("--served-model-name", "names the model answers to (default: MODEL)",
+        dest="served_model_names", nargs="+", default=[], metavar="NAME")  # fmt: skip
+    add("--cors-origin", "allow browsers at this origin; may be repeated",
+        dest="cors_origins", action="append", default=[], metavar="ORIGIN")  # fmt: skip
+    add("--max-body-bytes", "largest request body", type=_bytes, metavar="BYTES")
+    add("--max-pending-body-bytes", "of all bodies being read or tokenised; more get 429",
+        type=_bytes, metavar="BYTES")  # fmt: skip
+    add("--max-choices", "prompts x n of one request", type=int, metavar="N")
+    add("--shutdown-grace", "time that running requests get at SIGTERM", type=float,
+        metavar="SECONDS")  # fmt: skip
+    add("--keep-alive", "time an idle connection stays open", type=float, metavar="SECONDS")
+    add("--backlog", "connections that wait to be accepted", type=int, metavar="N")
+    add("--http-threads", "threads that parse and tokenise", dest="threads", type=int, metavar="N",
+        default=server_default.threads)  # fmt: skip
+    parser.add_argument("--access-log", action="store_true",
+                        help="log every request but those for /health and /metrics")  # fmt: skip
+
+    add = adder("model", engine_default)
+    add("--dtype", "auto: the checkpoint's; bfloat16 for a quantised one",
+        choices=["auto", "float32", "bfloat16", "float16"])  # fmt: skip
+    add("--max-model-len", "prompt + output (default: the model's limit)", type=int,
+        metavar="TOKENS")  # fmt: skip
+
+    add = adder("engine", engine_default)
+    add("--max-num-seqs", "sequences that run at once", type=int, metavar="N")
+    add("--max-num-batched-tokens", "tokens in one step", type=int, metavar="N")
+    add("--max-chunk-tokens", "tokens of one sequence in one step; 0: no limit of its own",
+        type=int, metavar="N")  # fmt: skip
+    add("--max-num-waiting", "sequences that wait; more get 429", type=int, metavar="N")
+    add("--kv-cache-memory", "memory of the KV cache, such as 512M or 4G (default: 1G)",
+        type=_bytes, metavar="BYTES")  # fmt: skip
+    add("--block-size", "tokens in a KV block", type=int, metavar="TOKENS")
+    add("--no-prefix-caching", "do not share the KV of equal prompt beginnings",
+        dest="enable_prefix_caching", action="store_false", default=True)  # fmt: skip
+    add("--scheduling-policy", "order of requests", choices=["fcfs", "priority"])
+    add("--num-threads", "threads of the worker (default: all cores)", type=int, metavar="N")
+    add("--step-timeout", "after which a worker without a result counts as dead", type=float,
+        metavar="SECONDS")  # fmt: skip
+    return parser
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"not a port from 0 to 65535: {text!r}")
+    return int(text)
