@@ -1,6 +1,7 @@
 """vllm_lite: LLM inference and serving with a hand-written C++ core.
 
-The public names are loaded when they are first used: importing the package is quick and loads no torch.
+The public names are loaded when they are first used: importing the package is quick and loads no
+torch.
 """
 
 from importlib import import_module

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Logprob:
-    """One alternative at one position. ``rank`` 1 is the likeliest; ``decoded_token`` is its own text."""
+    """One alternative at one position; rank 1 is the likeliest, decoded_token its own text."""
 
     logprob: float
     rank: int | None = None
