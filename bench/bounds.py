@@ -1,4 +1,4 @@
-"""What the machine and the model allow at most: the figures that benchmarks print beside their own."""
+"""What the machine and the model allow at most, for benchmarks to print beside their figures."""
 
 import time
 from dataclasses import dataclass

@@ -2,8 +2,9 @@
 
     vllm-lite serve &  python bench/serving.py --rate 2 --num-requests 32
 
-Prints a progress bar, then the figures beside the decode bound of the machine and model (both must be those of the server:
-run it on the same machine). ``--output`` appends one JSON line per request and one for the whole run.
+Prints a progress bar, then the figures beside the decode bound of the machine and model (both must
+be those of the server: run it on the same machine). ``--output`` appends one JSON line per request
+and one for the whole run.
 """
 
 import argparse
@@ -12,14 +13,15 @@ import json
 import random
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
-from bounds import ModelCost, measure_machine
 from tqdm import tqdm
 
+from bounds import ModelCost, measure_machine
 from vllm_lite.config import EngineConfig
 from vllm_lite.model_config import load_model_config
 from vllm_lite.model_files import find_model
@@ -58,7 +60,7 @@ async def one_request(
         "input_tokens": len(prompt),
         "output_tokens": usage["completion_tokens"],
         "ttft": arrivals[0] - start,
-        "itl": [later - earlier for earlier, later in zip(arrivals, arrivals[1:], strict=False)],
+        "itl": [later - earlier for earlier, later in pairwise(arrivals)],
         "e2e": arrivals[-1] - start,
     }
 
@@ -106,7 +108,9 @@ def length_range(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--api-key", default="")
     parser.add_argument("--model", default="smollm2", help="the model served, for the bounds")

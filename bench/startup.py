@@ -1,6 +1,6 @@
-"""How soon, how idle, how large: seconds until /health answers 200, CPU share while idle, `--version`, installed size.
+"""How soon, how idle, how large: seconds until ready, CPU share while idle, installed size.
 
-    python bench/startup.py --json
+python bench/startup.py --json
 """
 
 import argparse
@@ -27,7 +27,7 @@ def free_port() -> int:
 
 
 def measure_server(model: str, idle_seconds: float, limit: float) -> tuple[float, float, float]:
-    """(seconds until ready, idle CPU in percent of a core, resident MB) of a server and its children."""
+    """Of a server and its children: seconds until ready, idle CPU in % of a core, resident MB."""
     port = free_port()
     start = time.perf_counter()
     server = subprocess.Popen(
@@ -38,7 +38,7 @@ def measure_server(model: str, idle_seconds: float, limit: float) -> tuple[float
     try:
         url = f"http://127.0.0.1:{port}/health"
         while True:
-            # The port listens before the model is loaded; the answer comes when the server is ready.
+            # The port listens before the model is loaded; the answer comes when all is ready.
             try:
                 with urllib.request.urlopen(url, timeout=limit) as response:
                     if response.status == 200:
@@ -94,7 +94,9 @@ def installed_packages() -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--idle-seconds", type=float, default=10.0)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds to wait for the server")

@@ -2,9 +2,9 @@
 
     python bench/throughput.py --num-prompts 32 --input-len 128 --output-len 64
 
-Prompts are random token ids with a fixed seed, output lengths exact (ignore_eos). The bound is the time in which the
-weights are read once per decode step and the KV of every sequence with them, or in which the FLOPs are done if that is
-longer, plus the prompts' FLOPs.
+Prompts are random token ids with a fixed seed, output lengths exact (ignore_eos). The bound is the
+time in which the weights are read once per decode step and the KV of every sequence with them, or
+in which the FLOPs are done if that is longer, plus the prompts' FLOPs.
 """
 
 import argparse
@@ -13,13 +13,15 @@ import random
 import time
 
 import torch
-from bounds import ModelCost, measure_machine
 
+from bounds import ModelCost, measure_machine
 from vllm_lite import LLM, SamplingParams
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--num-prompts", type=int, default=32)
@@ -74,8 +76,9 @@ def main() -> None:
     print(
         f"{args.num_prompts} prompts of {args.input_len} tokens, {args.output_len} out, {dtype}: "
         f"{result['output_tokens_per_s']} output tokens/s ({seconds:.2f} s)\n"
-        f"bound {result['bound_output_tokens_per_s']} tokens/s at {result['read_bandwidth_gb_s']} GB/s and "
-        f"{result['gemm_gflop_s']} GFLOP/s measured: {result['share_of_bound']:.0%} reached"
+        f"bound {result['bound_output_tokens_per_s']} tokens/s at {result['read_bandwidth_gb_s']} "
+        f"GB/s and {result['gemm_gflop_s']} GFLOP/s measured: "
+        f"{result['share_of_bound']:.0%} reached"
     )
 
 

@@ -1,7 +1,7 @@
 """Reads GGUF files: metadata, and tensors as raw blocks through a memory map.
 
-Format: ggml's docs/gguf.md, versions 2 and 3, little-endian. Needs neither torch nor the ``gguf`` package (whose
-reader takes seconds on a 50,000-token vocabulary).
+Format: ggml's docs/gguf.md, versions 2 and 3, little-endian. Needs neither torch nor the ``gguf``
+package (whose reader takes seconds on a 50,000-token vocabulary).
 """
 
 import mmap
@@ -44,7 +44,7 @@ class GgufTensor:
 
 
 class GgufFile:
-    """``metadata``: key -> value; ``tensors``: name -> GgufTensor. Close it, or use it as a context manager."""
+    """A context manager. ``metadata``: key -> value; ``tensors``: name -> GgufTensor."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -73,7 +73,10 @@ class GgufFile:
         self._data.close()
 
     def tensor_bytes(self, tensor: GgufTensor) -> memoryview:
-        """The tensor's blocks as they lie in the file; valid until ``close``, which fails while views are alive."""
+        """The tensor's blocks as they lie in the file.
+
+        Valid until ``close``, which raises BufferError while views are alive.
+        """
         return memoryview(self._data)[tensor.offset : tensor.offset + tensor.num_bytes]
 
     def _parse(self) -> None:

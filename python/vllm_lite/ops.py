@@ -1,9 +1,10 @@
 """The tensor ops of ``_ops.so``, one Python function each.
 
-CPU and CUDA are one contract: the same arguments, the same results within rounding. Shapes are in the docstrings;
-the kernels' own notes are in ``csrc/attention/params.h``, ``csrc/cache/store_kv.h`` and ``csrc/ops/ops.h``.
-All functions write into tensors that the caller gives; none allocates. A shape, dtype or device that an op does not
-support raises ``RuntimeError`` naming it.
+CPU and CUDA are one contract: the same arguments, the same results within rounding. Shapes are in
+the docstrings; the kernels' own notes are in ``csrc/attention/params.h``,
+``csrc/cache/store_kv.h`` and ``csrc/ops/ops.h``. All functions write into tensors that the caller
+gives; none allocates. A shape, dtype or device that an op does not support, or an index that leads
+out of a tensor, raises ``RuntimeError`` naming it.
 """
 
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ import torch
 _library = find_spec("vllm_lite._ops")
 if _library is None or _library.origin is None:
     raise ImportError("vllm_lite._ops is not built: run `pip install .` in the source tree")
-torch.ops.load_library(_library.origin)
+torch.ops.load_library(_library.origin)  # type: ignore[no-untyped-call]  # torch's lacks types
 _ops = torch.ops.vllm_lite
 
 
@@ -52,7 +53,10 @@ def paged_attention(
 def store_kv(
     key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Stores ``[num_tokens, num_kv_heads, head_size]`` keys and values into their slots (int64 ``[num_tokens]``)."""
+    """Stores ``[num_tokens, num_kv_heads, head_size]`` keys and values into their slots.
+
+    slot_mapping: int64 ``[num_tokens]``, block * block_size + offset; negative: not stored.
+    """
     _ops.store_kv(key, value, kv_cache, slot_mapping, _stream(key))
 
 
@@ -91,12 +95,15 @@ def rope(
 
 
 def silu_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:
-    """``out = silu(gate) * up`` for ``gate_up`` rows ``[gate | up]``; out: ``[num_tokens, size]``."""
+    """``out = silu(gate) * up``, where a row of ``gate_up`` is ``[gate | up]``.
+
+    out: ``[num_tokens, size]``; gate_up: ``[num_tokens, 2 * size]``.
+    """
     _ops.silu_mul(out, gate_up, _stream(out))
 
 
 def dequantize(out: torch.Tensor, blocks: torch.Tensor, ggml_type: int) -> None:
-    """Decodes GGUF blocks (uint8, 1-D) of ggml type number ``ggml_type`` into ``out`` (any shape, contiguous)."""
+    """Decodes GGUF blocks (uint8, 1-D) of a ggml type into ``out`` (contiguous, any shape)."""
     _ops.dequantize(out, blocks, ggml_type)
 
 
@@ -125,10 +132,11 @@ def sample(
     """Chooses one token per row; the order of processing is documented in ``csrc/ops/ops.h``.
 
     logits: float32 ``[num_rows, vocab_size]``; rows, positions: int32 ``[num_rows]``;
-    float_state: float32 ``[6, max_rows]``: temperature, top_p, min_p, repetition, presence, frequency penalty;
-    int_state: int32 ``[3, max_rows]``: top_k, num_logprobs, min_total_tokens; seeds: int64 ``[max_rows]`` (its bits);
-    output_counts: int32 ``[max_rows, vocab_size]``, counted up by the op; prompt_mask: uint8 of the same shape;
-    ``*_start``: int32 ``[num_rows + 1]`` with their ragged lists of ids (int32) and values (float32).
+    float_state: float32 ``[6, max_rows]``: temperature, top_p, min_p, repetition, presence and
+    frequency penalty; int_state: int32 ``[3, max_rows]``: top_k, num_logprobs, min_total_tokens;
+    seeds: int64 ``[max_rows]`` (its bits); output_counts: int32 ``[max_rows, vocab_size]``, counted
+    up by the op; prompt_mask: uint8 of the same shape; ``*_start``: int32 ``[num_rows + 1]`` with
+    their ragged lists of ids (int32) and values (float32).
     Results: token_ids, ranks: int32 ``[num_rows]``; logprobs: float32 ``[num_rows]``;
     top_ids (int32), top_logprobs (float32): ``[num_rows, max_logprobs]``.
     """

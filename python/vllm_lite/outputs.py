@@ -5,9 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Logprob:
-    """One alternative at one position. ``rank`` 1 is the likeliest; ``decoded_token`` is its own
-    text.
-    """
+    """One alternative at one position; rank 1 is the likeliest, decoded_token its own text."""
 
     logprob: float
     rank: int | None = None
@@ -38,4 +36,3 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0
-    error: str | None = None  # why the request failed; its samples then end with "error"

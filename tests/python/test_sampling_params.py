@@ -150,11 +150,16 @@ def test_unknown_fields_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "body",
-    [b'{"temperature": -1}', b'{"top_p": "0.5"}', b'{"n": true}', b'{"logit_bias": {"abc": 1}}'],
+    ("body", "field"),
+    [
+        (b'{"temperature": -1}', "temperature"),
+        (b'{"top_p": "0.5"}', "top_p"),
+        (b'{"n": true}', r"\$\.n"),
+        (b'{"logit_bias": {"abc": 1}}', "logit_bias"),
+    ],
 )
-def test_json_is_validated_too(body: bytes) -> None:
-    with pytest.raises(ValueError):
+def test_json_is_validated_too(body: bytes, field: str) -> None:
+    with pytest.raises(ValueError, match=field):
         msgspec.json.decode(body, type=SamplingParams)
 
 

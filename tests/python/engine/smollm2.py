@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, and transformers' float32 run of the same dequantised weights as reference."""
+"""SmolLM2-135M-Instruct; the reference is transformers' float32 run of the dequantised weights."""
 
 from functools import cache
 
@@ -51,7 +51,8 @@ def reference_model() -> transformers.LlamaForCausalLM:
     config = transformers.LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
         num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192,
-        rms_norm_eps=1e-5, rope_theta=100000.0, tie_word_embeddings=True, attn_implementation="eager",
+        rms_norm_eps=1e-5, rope_theta=100000.0, tie_word_embeddings=True,
+        attn_implementation="eager",
     )  # fmt: skip
     config.rope_parameters = {"rope_type": "default", "rope_theta": 100000.0}
     names = {
@@ -83,6 +84,6 @@ def reference_model() -> transformers.LlamaForCausalLM:
 
 @torch.inference_mode()
 def reference_logits(prompt: list[int], output: list[int]) -> torch.Tensor:
-    """Float32 logits from which each of ``output``'s tokens is chosen: ``[len(output), vocab_size]``."""
+    """Float32 ``[len(output), vocab_size]``: the logits from which each of ``output`` is chosen."""
     ids = torch.tensor([prompt + output])
     return reference_model()(ids).logits[0, len(prompt) - 1 : -1].float()

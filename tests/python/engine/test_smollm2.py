@@ -1,13 +1,14 @@
-"""The whole path on real weights: against transformers, and against itself in every way of scheduling.
+"""The whole path on real weights: against transformers, and itself in every way of scheduling.
 
-What holds now: attention, norms, rope and sampling give the same bits whatever else runs. Dense products are torch's, which
-may add up in another order for another number of rows; so tokens are equal here, and logprobs equal to 1e-3, not in every bit.
+What holds now: attention, norms, rope and sampling give the same bits whatever else runs. Dense
+products are torch's, which may add up in another order for another number of rows; so tokens are
+equal here, and logprobs equal to 1e-3, not in every bit.
 """
 
 import pytest
 import torch
-from engine.smollm2 import PROMPTS, reference_logits
 
+from engine.smollm2 import PROMPTS, reference_logits
 from vllm_lite import LLM, RequestOutput, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=2)
@@ -30,7 +31,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(batch: list[RequestOutput]) -> None:
-    """Every token is the reference's likeliest after the same prefix, so the whole text is the reference's."""
+    """Every token is the reference's likeliest after the same prefix, so the whole text is too."""
     for output in batch:
         sample = output.outputs[0]
         assert len(sample.token_ids) == 64
@@ -40,9 +41,14 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(batch: list[Reques
             best = int(logits[position].argmax())
             if token != best:
                 # Only where the two are as good as equal.
-                assert logits[position, best] - logits[position, token] < 1e-3, (output.prompt, position)
+                assert logits[position, best] - logits[position, token] < 1e-3, (
+                    output.prompt,
+                    position,
+                )
             for candidate, logprob in sample.logprobs[position].items():
-                assert logprob.logprob == pytest.approx(logprobs[position, candidate].item(), abs=1e-3)
+                assert logprob.logprob == pytest.approx(
+                    logprobs[position, candidate].item(), abs=1e-3
+                )
 
 
 def test_text_is_the_tokenizers_decode(llm: LLM, batch: list[RequestOutput]) -> None:
@@ -57,7 +63,10 @@ def test_alone_gives_the_tokens_of_the_batch(llm: LLM, batch: list[RequestOutput
 
 
 def test_prefix_hit_gives_the_same_tokens(llm: LLM) -> None:
-    head = "You are a helpful assistant who answers briefly and truthfully, in complete sentences. " * 3
+    head = (
+        "You are a helpful assistant who answers briefly and truthfully, in complete sentences. "
+        * 3
+    )
     prompts = [head + prompt for prompt in PROMPTS[:8]]
     cold = [llm.generate({"prompt": p, "cache_salt": p}, SHORT, use_tqdm=False)[0] for p in prompts]
     assert all(output.num_cached_tokens == 0 for output in cold)
@@ -71,7 +80,8 @@ def test_prefix_hit_gives_the_same_tokens(llm: LLM) -> None:
     "options",
     [
         {"max_num_batched_tokens": 16, "max_num_seqs": 8},
-        # Prompt and output of one sequence take up to 6 blocks: about three fit, so running ones are preempted.
+        # Prompt and output of a sequence take up to 6 blocks: about three fit, so that running
+        # ones are preempted.
         {"max_model_len": 96, "num_blocks": 16, "max_num_seqs": 16},
     ],
     ids=["chunks of 16 tokens", "pool so small that sequences are preempted"],

@@ -111,7 +111,7 @@ def cut(ids: list[int], cuts: set[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("skip", [True, False])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_decode_of_random_ids_equals_the_tokenizers(name: str, skip: bool, data: st.DataObject):
     tokenizer, table = TOKENIZERS[name]

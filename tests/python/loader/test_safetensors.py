@@ -180,13 +180,17 @@ def test_a_directory_without_weights(tmp_path: Path) -> None:
 def test_weights_are_converted_to_the_asked_dtype(
     saved: torch.dtype, dtype: str, tmp_path: Path
 ) -> None:
-    reference = make_model("llama").to(saved)
-    model = load(save(reference, tmp_path), dtype=dtype)
-    assert isinstance(model, LlamaForCausalLM)
-    parameters = dict(reference.named_parameters())
-    for slot in model.slots():
-        assert slot.target.dtype == getattr(torch, dtype)
-        assert torch.equal(slot.target, parameters[slot.name].to(slot.target.dtype)), slot.name
+    """But for the head's matrix, which a tied embedding is: logits are computed in float32."""
+    for tied in (False, True):
+        reference = make_model("llama", tie_word_embeddings=tied).to(saved)
+        model = load(save(reference, tmp_path / str(tied)), dtype=dtype)
+        assert isinstance(model, LlamaForCausalLM)
+        parameters = dict(reference.named_parameters())
+        head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        for slot in model.slots():
+            assert slot.target.dtype == (torch.float32 if slot.name == head else model.dtype)
+            assert torch.equal(slot.target, parameters[slot.name].to(slot.target.dtype)), slot.name
+        assert model.dtype == getattr(torch, dtype)
 
 
 def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:

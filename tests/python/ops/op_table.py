@@ -289,5 +289,5 @@ def all_cases() -> list[OpCase]:
     """The cases of this file and of every ``*_cases.py`` beside it."""
     cases = list(CASES)
     for path in sorted(Path(__file__).parent.glob("*_cases.py")):
-        cases += importlib.import_module(path.stem).CASES
+        cases += importlib.import_module(f"{__package__}.{path.stem}").CASES
     return cases

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from op_table import FLOAT_DTYPES, OpCase, all_cases, assert_matches, normal, rotary_table
 
+from ops.op_table import FLOAT_DTYPES, OpCase, all_cases, assert_matches, normal, rotary_table
 from vllm_lite import ops
 
 

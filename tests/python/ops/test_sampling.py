@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sampling_reference import (
+
+from ops.sampling_reference import (
     Outcome,
     Row,
     gumbel_noise,
@@ -16,7 +17,6 @@ from sampling_reference import (
     sample,
     survivors,
 )
-
 from vllm_lite import ops
 
 INF = float("inf")
@@ -382,6 +382,8 @@ def test_rows_that_ask_for_no_logprobs_get_none(isa: str) -> None:
 
 # ---- statistics
 
+NUM_DRAWS = 12000  # enough to tell a temperature of 1.05 from 1
+
 
 def chi_square(tokens: list[int], probabilities: np.ndarray) -> float:
     expected = probabilities * len(tokens)
@@ -394,7 +396,7 @@ def chi_square(tokens: list[int], probabilities: np.ndarray) -> float:
 @pytest.mark.parametrize("vary", ["position", "seed"])
 @pytest.mark.parametrize("name", ["all", "hot", "top_p", "top_k_top_p"])
 def test_frequencies_follow_the_distribution(name: str, vary: str) -> None:
-    vocab_size, draws = 60, 20000
+    vocab_size = 60
     row = CUTS[name]
     logits = random_logits(10, 1, vocab_size, 1.5)
     kept = survivors(processed_logits(logits[0].numpy(), row), row)
@@ -405,17 +407,17 @@ def test_frequencies_follow_the_distribution(name: str, vary: str) -> None:
         replace(row, seed=77, position=i)
         if vary == "position"
         else replace(row, seed=i, position=5)
-        for i in range(draws)
+        for i in range(NUM_DRAWS)
     ]
-    tokens = sample(logits.expand(draws, -1), rows).tokens()
+    tokens = sample(logits.expand(NUM_DRAWS, -1), rows).tokens()
     freedom = len(kept) - 1
     # Mean + 4.5 standard deviations of chi-square; the seeds are fixed, so this is one number.
     assert chi_square(tokens, probabilities) < freedom + 4.5 * np.sqrt(2 * freedom)
 
 
 def test_the_frequency_test_notices_a_wrong_temperature() -> None:
-    rows = [Row(1.05, seed=i) for i in range(20000)]
-    tokens = sample(random_logits(10, 1, 60, 1.5).expand(20000, -1), rows).tokens()
+    rows = [Row(1.05, seed=i) for i in range(NUM_DRAWS)]
+    tokens = sample(random_logits(10, 1, 60, 1.5).expand(NUM_DRAWS, -1), rows).tokens()
     probabilities = random_logits(10, 1, 60, 1.5)[0].double().softmax(-1).numpy()
     assert chi_square(tokens, probabilities) > 59 + 4.5 * np.sqrt(2 * 59)
 

@@ -2,8 +2,7 @@
 
 import sys
 
-from fakes import FakeEngine, Script
-
+from server.fakes import FakeEngine, Script
 from vllm_lite.server.options import ServerOptions
 from vllm_lite.server.listener import bind
 from vllm_lite.server.run import run, serve

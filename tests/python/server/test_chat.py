@@ -2,9 +2,9 @@
 
 import msgspec
 import pytest
-from conftest import Client, events, refused
-from fakes import BOS, MAX_MODEL_LEN
 
+from server.client import Client, events, refused
+from server.fakes import BOS, MAX_MODEL_LEN
 from vllm_lite.server.protocol import ChatRequest
 
 

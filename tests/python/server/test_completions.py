@@ -4,9 +4,9 @@ import json
 
 import msgspec
 import pytest
-from conftest import Client, events, raw_events, refused
-from fakes import MAX_MODEL_LEN, VOCAB_SIZE, Script
 
+from server.client import Client, events, raw_events, refused
+from server.fakes import MAX_MODEL_LEN, VOCAB_SIZE, Script
 from vllm_lite.errors import EngineDeadError, EngineError, QueueFullError
 from vllm_lite.sampling_params import RequestOutputKind
 from vllm_lite.server.options import ServerOptions

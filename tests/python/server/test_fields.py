@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from conftest import Client, refused
-from fakes import VOCAB_SIZE
 
+from server.client import Client, refused
+from server.fakes import VOCAB_SIZE
 from vllm_lite.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
 PATHS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}

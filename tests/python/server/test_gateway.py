@@ -3,10 +3,10 @@
 import logging
 
 import pytest
-from conftest import Client, refused
-from fakes import FakeEngine
 from starlette.routing import Route
 
+from server.client import Client, refused
+from server.fakes import FakeEngine
 from vllm_lite.server.options import ServerOptions
 
 KEYS = ("sk-first", "sk-second")

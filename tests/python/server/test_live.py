@@ -11,9 +11,9 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import LiveServer
-from fakes import FakeEngine, Script
 
+from server.client import LiveServer
+from server.fakes import FakeEngine, Script
 from vllm_lite.errors import EngineError, QueueFullError
 from vllm_lite.server.options import ServerOptions
 from vllm_lite.server.listener import bind
@@ -62,7 +62,7 @@ def test_a_client_that_leaves_aborts_its_request(
     if stream:
         assert b"data: " in connection.recv(4096)
     connection.close()
-    wait_until(lambda: live.engine.running == 0, 1.0)
+    wait_until(lambda: live.engine.running == 0)  # it would run for 10 s
     assert len(live.engine.aborted) == prompts
     assert call(live.port, "GET", "/health")[0] == 200
 
@@ -73,7 +73,7 @@ def test_a_client_that_leaves_before_the_first_token_aborts(live: LiveServer, st
     connection = post(live.port, "/v1/completions", LONG | {"stream": stream})
     wait_until(lambda: live.engine.running == 1)
     connection.close()
-    wait_until(lambda: live.engine.running == 0, 1.0)
+    wait_until(lambda: live.engine.running == 0)
 
 
 @pytest.mark.parametrize("prompts", [1, 2])
@@ -91,7 +91,7 @@ def test_a_slow_reader_is_aborted_when_it_leaves_with_full_buffers(
         seen.append(live.engine.produced)
     assert 0 < seen[-1] < 150_000, "the server buffered everything"
     connection.close()
-    wait_until(lambda: live.engine.running == 0, 2.0)
+    wait_until(lambda: live.engine.running == 0)
 
 
 def test_many_streams_each_give_the_plain_text(live: LiveServer) -> None:
@@ -115,13 +115,12 @@ def test_many_streams_each_give_the_plain_text(live: LiveServer) -> None:
 
 
 def test_tokens_leave_as_they_come(live: LiveServer) -> None:
-    live.engine.script = Script("abcd", delay=0.15)
-    connection = post(live.port, "/v1/completions", {"prompt": "a", "stream": True})
-    began = time.monotonic()
+    live.engine.script = Script(delay=0.05)
+    connection = post(live.port, "/v1/completions", LONG | {"stream": True})  # takes 10 s
     received = connection.recv(65536)
     while b"data: " not in received:
         received += connection.recv(65536)
-    assert time.monotonic() - began < 0.45, "the first token waited for the last"
+    assert live.engine.running == 1, "the first token waited for the last"
     assert b"[DONE]" not in received
     connection.close()
 

@@ -4,8 +4,9 @@ import json
 import math
 
 import pytest
-from conftest import Client, events, refused
-from fakes import EOS, Script
+
+from server.client import Client, events, refused
+from server.fakes import EOS, Script
 
 
 def test_chat_entries_are_openais(client: Client) -> None:

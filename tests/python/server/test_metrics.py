@@ -1,10 +1,10 @@
 """/metrics."""
 
 import pytest
-from conftest import Client
-from fakes import FakeEngine, Script
 from prometheus_client.parser import text_string_to_metric_families
 
+from server.client import Client
+from server.fakes import FakeEngine, Script
 from vllm_lite.errors import EngineError, QueueFullError
 from vllm_lite.stats import EngineStats
 

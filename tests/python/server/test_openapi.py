@@ -4,7 +4,7 @@ import subprocess
 import sys
 from typing import Any
 
-from conftest import Client
+from server.client import Client
 
 
 def resolve(document: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:

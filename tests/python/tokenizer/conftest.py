@@ -4,14 +4,6 @@ import json
 
 import pytest
 from gguf import TokenType
-from tokenizer_fixtures import (
-    BOS_TEMPLATE,
-    CORPUS,
-    Fixture,
-    bos_processor,
-    save_directory,
-    write_gguf,
-)
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -22,6 +14,14 @@ from tokenizers import (
     trainers,
 )
 
+from tokenizer.fixtures import (
+    BOS_TEMPLATE,
+    CORPUS,
+    Fixture,
+    bos_processor,
+    save_directory,
+    write_gguf,
+)
 from vllm_lite.model_files import find_model
 from vllm_lite.tokenizer import Tokenizer as OurTokenizer
 from vllm_lite.tokenizer import load_tokenizer

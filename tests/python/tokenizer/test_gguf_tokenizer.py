@@ -9,10 +9,10 @@ import pytest
 from gguf import TokenType
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_fixtures import CORPUS, Fixture, write_gguf
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from tokenizer.fixtures import CORPUS, Fixture, write_gguf
 from vllm_lite.gguf_file import GgufFile
 from vllm_lite.model_files import ModelFiles, find_model
 from vllm_lite.tokenizer import Tokenizer, load_tokenizer

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_fixtures import BOS_TEMPLATE, CORPUS, Fixture, save_directory
 from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tokenizer.fixtures import BOS_TEMPLATE, CORPUS, Fixture, save_directory
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.tokenizer import Tokenizer, load_tokenizer
 

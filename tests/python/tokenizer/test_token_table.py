@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_fixtures import Fixture
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
+from tokenizer.fixtures import Fixture
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.token_table import (
     KIND_BYTE,
@@ -47,7 +47,7 @@ def both(byte_level: Fixture, sentence_piece: Fixture) -> list[Tokenizer]:
     return [load_tokenizer(ModelFiles(f.directory)) for f in (byte_level, sentence_piece)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data(), st.booleans())
 def test_output_continues_the_prompt(
     both: list[Tokenizer], data: st.DataObject, skip: bool
