@@ -1,7 +1,8 @@
 // The engine core for Python: module vllm_lite._core. No torch here.
 //
-// Bulk data crosses as bytes: prompts in, plans out, results in, outputs out; nothing per token or per
-// block becomes a Python object.
+// Bulk data crosses as bytes: prompts in, plans out, results in, outputs out; nothing per token or
+// per block becomes a Python object. python/vllm_lite/_core.pyi says the same to type checkers.
+#include <fcntl.h>
 #include <poll.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -32,8 +33,8 @@ std::vector<T> vector_from_bytes(const py::bytes& data) {
   return values;
 }
 
-TokenTable make_token_table(const std::string& bytes, const py::bytes& offsets, const py::bytes& kinds,
-                            const std::string& decoding) {
+TokenTable make_token_table(const std::string& bytes, const py::bytes& offsets,
+                            const py::bytes& kinds, const std::string& decoding) {
   VL_CHECK(decoding == "byte_level" || decoding == "byte_fallback",
            "decoding must be byte_level or byte_fallback, got " + decoding);
   return TokenTable(
@@ -47,8 +48,10 @@ SchedulingPolicy policy_from_name(const std::string& name) {
   return name == "fcfs" ? SchedulingPolicy::kFirstCome : SchedulingPolicy::kPriority;
 }
 
+// What is not whole words is no words: finish_step says what is wrong with them.
 std::span<const int32_t> words_of(const py::bytes& data) {
   const std::string_view view = data;
+  if (view.size() % sizeof(int32_t) != 0) return {};
   // A bytes object's data is aligned for any scalar.
   return {reinterpret_cast<const int32_t*>(view.data()), view.size() / sizeof(int32_t)};
 }
@@ -137,54 +140,79 @@ void bind_engine_core(py::module_& m) {
           py::arg("seed"), py::arg("bias_ids"), py::arg("bias_values"), py::arg("allowed_ids"),
           py::arg("stop_ids"), py::arg("eos_ids"), py::arg("stops"), py::arg("include_stop"),
           py::arg("skip_special_tokens"))
-      .def("abort", &EngineCore::abort, py::arg("key"))
-      .def("begin_step",
-           [](EngineCore& core) -> py::object {
-             const std::span<const int32_t> words = core.begin_step();
-             if (words.empty()) return py::none();
-             return py::memoryview::from_memory(words.data(),
-                                                static_cast<py::ssize_t>(words.size_bytes()));
-           },
-           "A read-only view of the plan, valid until finish_step or fail_step; None: nothing to do.")
-      .def("finish_step",
-           [](EngineCore& core, const py::bytes& result) { core.finish_step(words_of(result)); })
-      .def("fail_step", &EngineCore::fail_step, py::arg("message"))
-      .def("has_work", &EngineCore::has_work)
-      .def("take_outputs",
-           [](EngineCore& core, uint16_t client) -> py::object {
-             std::optional<std::string> message = core.take_outputs(client);
-             if (!message) return py::none();
-             return py::bytes(*message);
-           })
-      .def("wait_outputs",
-           [](EngineCore& core) {
-             std::vector<std::pair<uint16_t, std::string>> messages;
-             {
-               py::gil_scoped_release release;
-               messages = core.wait_outputs();
-             }
-             py::list list;
-             for (auto& [client, message] : messages) {
-               list.append(py::make_tuple(client, py::bytes(message)));
-             }
-             return list;
-           },
-           "Blocks; [(client, message), ...], empty once stopped.")
-      .def("run",
-           [](EngineCore& core, int plan_fd, int result_fd, int64_t step_timeout_ms) {
-             py::gil_scoped_release release;
-             ShmRing plans(plan_fd);
-             ShmRing results(result_fd);
-             core.run(plans, results, std::chrono::milliseconds(step_timeout_ms));
-           },
-           py::arg("plan_fd"), py::arg("result_fd"), py::arg("step_timeout_ms"))
-      .def("stop", &EngineCore::stop)
-      .def("stats", &EngineCore::stats);
+      .def("abort", &EngineCore::abort, py::arg("key"),
+           "Ends a request without a further answer; unknown and finished keys are ignored.")
+      .def(
+          "begin_step",
+          [](EngineCore& core) -> py::object {
+            const std::span<const int32_t> words = core.begin_step();
+            if (words.empty()) return py::none();
+            return py::memoryview::from_memory(words.data(),
+                                               static_cast<py::ssize_t>(words.size_bytes()));
+          },
+          py::keep_alive<0, 1>(),
+          "A read-only view of the plan's words, good until finish_step or fail_step, one of which "
+          "must follow; None: nothing to do.")
+      .def(
+          "finish_step",
+          [](EngineCore& core, const py::bytes& result) { core.finish_step(words_of(result)); },
+          py::arg("result"),
+          "Takes in a StepResult's bytes. Raises InternalError if they are no result of this step, "
+          "which has then failed.")
+      .def(
+          "fail_step",
+          [](EngineCore& core, const py::str& message) {
+            // An exception's text may hold lone surrogates; the step must fail all the same.
+            core.fail_step(py::bytes(message.attr("encode")("utf-8", "replace")));
+          },
+          py::arg("message"), "The step failed as a whole: its requests end with this error.")
+      .def("has_work", &EngineCore::has_work,
+           "Some request is not finished, or the inbox is not empty.")
+      .def(
+          "take_outputs",
+          [](EngineCore& core, uint16_t client) -> py::object {
+            std::optional<std::string> message = core.take_outputs(client);
+            if (!message) return py::none();
+            return py::bytes(*message);
+          },
+          py::arg("client"), "The msgpack message for a client; None: nothing new.")
+      .def(
+          "wait_outputs",
+          [](EngineCore& core) {
+            std::vector<std::pair<uint16_t, std::string>> messages;
+            {
+              py::gil_scoped_release release;
+              messages = core.wait_outputs();
+            }
+            py::list list;
+            for (auto& [client, message] : messages) {
+              list.append(py::make_tuple(client, py::bytes(message)));
+            }
+            return list;
+          },
+          "Blocks until there is news; [(client, message), ...], empty once stopped.")
+      .def(
+          "run",
+          [](EngineCore& core, int plan_fd, int result_fd, int64_t step_timeout_ms) {
+            py::gil_scoped_release release;
+            ShmRing plans(plan_fd);
+            ShmRing results(result_fd);
+            core.run(plans, results, std::chrono::milliseconds(step_timeout_ms));
+          },
+          py::arg("plan_fd"), py::arg("result_fd"), py::arg("step_timeout_ms"),
+          "Steps until stop(), with a worker behind the two rings. Raises what went wrong if the "
+          "worker is gone; every request has then been answered with that error.")
+      .def("stop", &EngineCore::stop, "Ends run() and wait_outputs(), for good.")
+      .def("stats", &EngineCore::stats)
+      .def("check_invariants", &EngineCore::check_invariants,
+           "Raises InternalError unless everything is consistent; between steps only.");
 }
 
-// Ends this process when the peer of the connected socket is gone: when the parent is, however it went.
-// Reads nothing. A thread of its own, so that it works whatever the interpreter is doing.
+// Ends this process when the peer of the connected socket is gone: when the parent is, however it
+// went. Reads nothing. A thread of its own, so that it works whatever the interpreter is doing.
 void exit_when_hung_up(int fd, int exit_code) {
+  // poll() would take it for a peer that is gone.
+  VL_CHECK(::fcntl(fd, F_GETFD) >= 0, "fd is " + std::to_string(fd) + ": not an open descriptor");
   std::thread([fd, exit_code] {
     pollfd watched{fd, POLLRDHUP, 0};
     while (::poll(&watched, 1, -1) < 0 && errno == EINTR) {

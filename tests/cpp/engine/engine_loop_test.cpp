@@ -162,7 +162,10 @@ TEST_F(EngineLoop, StoppedBeforeItRan) {
 
 TEST_F(EngineLoop, WorkerThatClosesItsRingEndsEverythingWithAnError) {
   config_.scheduler.max_num_seqs = 2;
+  // Made before the threads: a sanitizer does not see that a message in the ring orders them.
   std::vector<RequestInput> inputs;
+  for (TokenId i = 0; i < 4; ++i) inputs.push_back(endless(5, 50, i));
+  inputs[2].num_samples = 2;  // waits
   std::atomic<int> num_steps = 0;
   start(20s, [&](std::span<const int32_t> plan, std::vector<int32_t>& result) {
     if (++num_steps == 3) {
@@ -174,8 +177,6 @@ TEST_F(EngineLoop, WorkerThatClosesItsRingEndsEverythingWithAnError) {
     result = engine_->worker.execute(plan);
     return true;
   });
-  for (TokenId i = 0; i < 4; ++i) inputs.push_back(endless(5, 50, i));
-  inputs[2].num_samples = 2;  // waits
   for (int i = 0; i < 3; ++i) core().submit(inputs[static_cast<size_t>(i)]);
   EXPECT_EQ(join(), "the worker closed its ring");
   expect_errors(inputs, "the worker closed its ring");
