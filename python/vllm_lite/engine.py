@@ -153,9 +153,10 @@ class Engine:
         return len(self._requests)
 
     def step(self) -> list[RequestOutput]:
-        """Waits for the next news and returns it; with nothing unfinished, an empty list.
+        """Waits for the next news and returns it.
 
-        In one process this runs one step of the model. A request that failed ends with
+        In one process this runs one step of the model. The list may be empty: a prompt was computed
+        in part, the output kind asks for silence, or nothing is unfinished. A request that failed ends with
         finish_reason "error" and says why in ``error``; others go on. Raises ``EngineDeadError`` if
         the engine is gone. An exception such as KeyboardInterrupt aborts every request, since
         outputs may be lost.

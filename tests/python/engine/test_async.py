@@ -1,0 +1,338 @@
+"""``AsyncLLMEngine`` on a tiny random model: many requests, and every way to leave one."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+
+import pytest
+
+from vllm_lite import (
+    AsyncEngineArgs,
+    AsyncLLMEngine,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
+from vllm_lite.errors import EngineDeadError, QueueFullError
+
+PROMPTS = ["The quick", "def f(x):", "Größe", "東京", "lazy dog, and", "it is", "12345", "café"]
+
+
+def greedy(**options: object) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True, **options})
+
+
+# Runs for seconds unless somebody ends it.
+ENDLESS = greedy(max_tokens=None)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: str) -> Iterator[AsyncLLMEngine]:
+    made = AsyncLLMEngine.from_engine_args(
+        AsyncEngineArgs(model=tiny_model, num_threads=1, max_num_seqs=16, max_num_waiting=24)
+    )
+    yield made
+    made.close()
+
+
+async def collect(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in outputs]
+
+
+async def wait_idle(engine: AsyncLLMEngine, timeout: float = 10) -> None:
+    """Until the engine core itself says that it holds nothing."""
+    async with asyncio.timeout(timeout):
+        await engine.drain()
+        while True:
+            stats = engine.stats()
+            if (stats.num_running, stats.num_waiting, stats.kv_used_blocks) == (0, 0, 0):
+                break
+            await asyncio.sleep(0.01)
+    assert not engine.engine.has_unfinished_requests()
+
+
+def num_steps(engine: AsyncLLMEngine) -> int:
+    return engine.engine._core_stats.num_steps
+
+
+def test_concurrent_requests_equal_their_solo_runs(engine: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        alone = [(await collect(engine.generate(p, greedy())))[-1].outputs[0] for p in PROMPTS]
+        together = await asyncio.gather(
+            *(collect(engine.generate(p, greedy(), f"r{i}")) for i, p in enumerate(PROMPTS))
+        )
+        for index, (outputs, expected) in enumerate(zip(together, alone, strict=True)):
+            assert {output.request_id for output in outputs} == {f"r{index}"}
+            assert [output.finished for output in outputs] == [False] * 11 + [True]
+            assert outputs[-1].outputs[0].token_ids == expected.token_ids
+            assert outputs[-1].outputs[0].text == expected.text
+        await wait_idle(engine)
+
+    asyncio.run(main())
+
+
+def test_n_samples_come_as_consistent_streams(engine: AsyncLLMEngine) -> None:
+    """NSA-01: sub-requests of n=2 must not overwrite each other."""
+
+    async def main() -> None:
+        options = {"n": 2, "temperature": 1.0, "seed": 4}
+        delta = greedy(**options, output_kind=RequestOutputKind.DELTA)
+        final = greedy(**options, output_kind=RequestOutputKind.FINAL_ONLY)
+        deltas = await collect(engine.generate("The", delta))
+        (whole,) = await collect(engine.generate("The", final))
+        cumulative = await collect(engine.generate("The", greedy(**options)))
+        assert cumulative[-1].outputs == whole.outputs
+        first, second = whole.outputs
+        assert (first.index, second.index) == (0, 1) and first.token_ids != second.token_ids
+        for sample in whole.outputs:
+            parts = [s for o in deltas for s in o.outputs if s.index == sample.index]
+            assert "".join(part.text for part in parts) == sample.text
+            assert [t for part in parts for t in part.token_ids] == sample.token_ids
+            assert [part.finish_reason for part in parts if part.finish_reason] == ["length"]
+
+    asyncio.run(main())
+
+
+async def leave_by_break(engine: AsyncLLMEngine) -> None:
+    async for output in engine.generate("The", ENDLESS):
+        if len(output.outputs[0].token_ids) >= 2:
+            break
+
+
+async def leave_by_deleting(engine: AsyncLLMEngine) -> None:
+    outputs = engine.generate("The", ENDLESS)
+    await anext(outputs)
+    del outputs
+
+
+async def leave_by_closing_from_another_task(engine: AsyncLLMEngine) -> None:
+    outputs = engine.generate("The", ENDLESS)
+    await anext(outputs)
+    await asyncio.create_task(outputs.aclose())
+
+
+async def leave_by_cancel_while_waiting(engine: AsyncLLMEngine) -> None:
+    task = asyncio.create_task(collect(engine.generate("The", ENDLESS)))
+    while not engine.engine.has_unfinished_requests():
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def leave_by_cancel_while_the_consumer_sleeps(engine: AsyncLLMEngine) -> None:
+    async def consume() -> None:
+        async for _ in engine.generate("The", ENDLESS):
+            await asyncio.sleep(1000)
+
+    task = asyncio.create_task(consume())
+    while not engine.engine.has_unfinished_requests():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def leave_by_an_exception(engine: AsyncLLMEngine) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async for _ in engine.generate("The", ENDLESS):
+            raise ZeroDivisionError
+
+
+WAYS_OUT = [
+    leave_by_break,
+    leave_by_deleting,
+    leave_by_closing_from_another_task,
+    leave_by_cancel_while_waiting,
+    leave_by_cancel_while_the_consumer_sleeps,
+    leave_by_an_exception,
+]
+
+
+@pytest.mark.parametrize("leave", WAYS_OUT, ids=lambda way: way.__name__)
+def test_leaving_the_iterator_aborts_the_request(
+    engine: AsyncLLMEngine, leave: Callable[[AsyncLLMEngine], Coroutine[None, None, None]]
+) -> None:
+    """ABT-01, ABT-03: whichever way out, the request ends and its blocks are free again."""
+
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            await wait_idle(engine)
+            steps = num_steps(engine)
+            other = asyncio.create_task(collect(engine.generate("fox", greedy(max_tokens=60))))
+            await leave(engine)
+            assert len((await other)[-1].outputs[0].token_ids) == 60
+            await wait_idle(engine)
+            assert num_steps(engine) - steps < 300, "the request ran to its own end, 509 tokens"
+
+    asyncio.run(main())
+
+
+def test_abort_ends_the_iterator_with_what_there_is(engine: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        outputs = []
+        async with asyncio.timeout(20):
+            async for output in engine.generate("The", ENDLESS, "doomed"):
+                outputs.append(output)
+                if len(outputs) == 3:
+                    await engine.abort("doomed")
+        last = outputs[-1]
+        assert last.finished and last.outputs[0].finish_reason == "abort"
+        assert last.outputs[0].token_ids[:3] == outputs[2].outputs[0].token_ids[:3]
+        await engine.abort("doomed")
+        await engine.abort("never there")
+        await wait_idle(engine)
+
+    asyncio.run(main())
+
+
+def test_id_is_free_after_abort_while_the_old_iterator_still_lives(engine: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        old = engine.generate("The", ENDLESS, "same")
+        await anext(old)
+        with pytest.raises(ValueError, match="'same' is already in use"):
+            await anext(engine.generate("fox", greedy(), "same"))
+        await engine.abort("same")
+        new = engine.generate("fox", greedy(), "same")
+        first = await anext(new)
+        assert first.prompt == "fox"
+        while not (await anext(old)).finished:
+            pass
+        with pytest.raises(StopAsyncIteration):
+            await anext(old)
+        rest = await collect(new)  # not ended by the old one's end
+        assert len(rest[-1].outputs[0].token_ids) == 12
+        await wait_idle(engine)
+
+    asyncio.run(main())
+
+
+def test_bad_requests_raise_before_any_output(engine: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        for prompt, params, message in (
+            ([400], greedy(), "prompt token 0 is 400"),
+            ("", greedy(), "prompt is empty"),
+            ([5] * 512, greedy(), "prompt has 512 tokens"),
+            ("The", greedy(stop_token_ids=[400]), "stop_token_ids"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                await anext(engine.generate(prompt, params))
+        assert not engine.engine.has_unfinished_requests()
+
+    asyncio.run(main())
+
+
+def test_full_queue_raises_and_the_others_finish(engine: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        requests = [collect(engine.generate("The", greedy(n=4))) for _ in range(20)]
+        results = await asyncio.gather(*requests, return_exceptions=True)
+        refused = [r for r in results if isinstance(r, BaseException)]
+        assert refused and all(type(r) is QueueFullError for r in refused)
+        assert "waiting queue is full (24 sequences)" in str(refused[0])
+        finished = [r for r in results if not isinstance(r, BaseException)]
+        assert len(finished) >= 4 and all(r[-1].finished for r in finished)
+        await wait_idle(engine)
+
+    asyncio.run(main())
+
+
+def test_a_second_event_loop_may_take_over(engine: AsyncLLMEngine) -> None:
+    async def abandon() -> None:
+        # The loop is closed with the request running: asyncio closes the iterator.
+        outputs = engine.generate("The", ENDLESS, "abandoned")
+        await anext(outputs)
+
+    async def use() -> list[int]:
+        outputs = await collect(engine.generate("The", greedy(), "abandoned"))
+        await wait_idle(engine)
+        return outputs[-1].outputs[0].token_ids
+
+    first = asyncio.run(use())
+    asyncio.run(abandon())
+    assert asyncio.run(use()) == first
+
+
+def test_under_uvloop(engine: AsyncLLMEngine) -> None:
+    import uvloop
+
+    async def main() -> None:
+        outputs = await asyncio.gather(*(collect(engine.generate(p, greedy())) for p in PROMPTS))
+        assert all(made[-1].finished for made in outputs)
+        await leave_by_break(engine)
+        await wait_idle(engine)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+def test_idle_engine_uses_no_processor_time(engine: AsyncLLMEngine) -> None:
+    """Nobody polls: not the front end, not the engine core, not the worker."""
+
+    def ticks(pid: int) -> int:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    async def main() -> None:
+        await collect(engine.generate("The", greedy()))
+        await wait_idle(engine)
+        pids = [os.getpid(), *pids_of(engine)]
+        await asyncio.sleep(0.3)  # the worker's pool of threads goes to sleep
+        before = [ticks(pid) for pid in pids]
+        await asyncio.sleep(1)
+        used = [ticks(pid) - old for pid, old in zip(pids, before, strict=True)]
+        assert max(used) <= 3, used  # hundredths of a second
+
+    asyncio.run(main())
+
+
+def pids_of(engine: AsyncLLMEngine) -> list[int]:
+    return [child.process.pid for child in engine._client._processes.children]
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["worker", "engine core"])
+def test_killed_process_ends_every_request_with_the_reason(tiny_model: str, index: int) -> None:
+    engine = AsyncLLMEngine(tiny_model, num_threads=1)
+    role = ["worker", "engine core"][index]
+
+    async def main() -> None:
+        running = [engine.generate(prompt, ENDLESS) for prompt in PROMPTS[:3]]
+        for outputs in running:
+            await anext(outputs)
+        assert engine.health() is None
+        os.kill(pids_of(engine)[index], signal.SIGKILL)
+        began = time.monotonic()
+        for outputs in running:
+            with pytest.raises(EngineDeadError, match=f"the {role} was killed by SIGKILL"):
+                await collect(outputs)
+        assert time.monotonic() - began < 5
+        assert "SIGKILL" in (engine.health() or "")
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await anext(engine.generate("The", greedy()))
+        await engine.drain()
+
+    try:
+        asyncio.run(main())
+    finally:
+        engine.close()
+    assert all(child.process.poll() is not None for child in engine._client._processes.children)
+
+
+def test_close_ends_running_requests(tiny_model: str) -> None:
+    engine = AsyncLLMEngine(tiny_model, num_threads=1)
+
+    async def main() -> None:
+        outputs = engine.generate("The", ENDLESS)
+        await anext(outputs)
+        engine.close()
+        engine.close()
+        with pytest.raises(EngineDeadError, match="closed"):
+            await collect(outputs)
+        with pytest.raises(EngineDeadError, match="closed"):
+            await anext(engine.generate("The", greedy()))
+
+    asyncio.run(main())
+    assert engine.stats().num_running >= 0

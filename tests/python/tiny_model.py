@@ -1,0 +1,67 @@
+"""A tiny random Llama with a tokenizer and a chat template: a whole model directory."""
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+# More rows than the tokenizer has tokens, as real models have.
+VOCAB_SIZE = 400
+EOS = 1
+MAX_POSITIONS = 512
+NUM_LAYERS = 2
+HEAD_SIZE = 64
+
+_CORPUS = [
+    "The quick brown fox jumps over the lazy dog, and it is what they have said.",
+    "def f(x):\n    return x + 1\n\nfor i in range(1000):\n\tprint(f(i), 12345)",
+    "Größe, naïve café; 東京は日本の首都です。 Привет, мир! 🙂",
+] * 4
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def block_bytes(block_size: int = 16) -> int:
+    """Of one KV block in float32."""
+    return 2 * NUM_LAYERS * 1 * block_size * HEAD_SIZE * 4
+
+
+def make_tiny_model(directory: Path) -> Path:
+    from checkpoints import make_model, save
+
+    save(
+        make_model(
+            "llama",
+            vocab_size=VOCAB_SIZE,
+            num_hidden_layers=NUM_LAYERS,
+            max_position_embeddings=MAX_POSITIONS,
+            eos_token_id=EOS,
+            bos_token_id=0,
+        ),
+        directory,
+    )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - 20,
+        special_tokens=["<|bos|>", "<|eos|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<|bos|>",
+                "eos_token": "<|eos|>",
+                "chat_template": CHAT_TEMPLATE,
+            }
+        )
+    )
+    return directory
