@@ -7,6 +7,7 @@ thread.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -158,10 +159,8 @@ def run_child(role: str, serve: Callable[[Channel], None]) -> NoReturn:
 
 def report_failure(channel: Channel, error: BaseException) -> None:
     """Tells the parent why this process is about to end."""
-    try:
+    with contextlib.suppress(ChannelClosed):
         channel.send({"event": "error", "message": str(error) or type(error).__name__})
-    except ChannelClosed:
-        pass
 
 
 def connect_to_parent() -> Channel:

@@ -159,7 +159,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-class _loading_bar:  # noqa: N801 - used like a function
+class _loading_bar:
     """A progress bar over the bytes of the weights; shows nothing if loading is over at once."""
 
     def __enter__(self) -> Callable[[int, int], None]:

@@ -99,7 +99,7 @@ class EngineProcesses:
         return f"ipc://{self._directory / f'client-{client_id}'}"
 
     def wait_ready(self, progress: Progress | None = None) -> None:
-        """Returns when both are ready. Raises EngineDeadError with the reason if one is not to be."""
+        """Returns when both are ready; EngineDeadError with the reason if one is not to be."""
         wait_ready(self.children, progress)
 
     def remove_directory(self) -> None:

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from tiny_model import EOS, VOCAB_SIZE, block_bytes
 
+from tiny_model import EOS, VOCAB_SIZE, block_bytes
 from vllm_lite import (
     LLM,
     Engine,
@@ -604,7 +604,7 @@ def test_engine_made_in_a_thread_and_used_from_several(tiny_model: str) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == {i: expected for i in range(4)}
+    assert results == dict.fromkeys(range(4), expected)
     made[0].close()
 
 

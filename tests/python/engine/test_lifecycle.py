@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from leftovers import Leftovers
 
 import vllm_lite
+from leftovers import Leftovers
 from vllm_lite import LLM, SamplingParams
 
 PACKAGE = str(Path(vllm_lite.__file__).parents[1])

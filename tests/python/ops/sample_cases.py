@@ -1,4 +1,4 @@
-"""Cases of sample for the op table: what has a value to compare. test_sampling.py has the choices."""
+"""Cases of sample for the op table; test_sampling.py has the choices."""
 
 from functools import partial
 

@@ -3,8 +3,8 @@
 import sys
 
 from server.fakes import FakeEngine, Script
-from vllm_lite.server.options import ServerOptions
 from vllm_lite.server.listener import bind
+from vllm_lite.server.options import ServerOptions
 from vllm_lite.server.run import run, serve
 
 

@@ -15,8 +15,8 @@ import pytest
 from server.client import LiveServer
 from server.fakes import FakeEngine, Script
 from vllm_lite.errors import EngineError, QueueFullError
-from vllm_lite.server.options import ServerOptions
 from vllm_lite.server.listener import bind
+from vllm_lite.server.options import ServerOptions
 
 KEY = {"Authorization": "Bearer secret"}
 
