@@ -158,8 +158,8 @@ class Engine:
         In one process this runs one step of the model. The list may be empty: a prompt was computed
         in part, the output kind asks for silence, or nothing is unfinished. A request that failed
         ends with finish_reason "error" and says why in ``error``; others go on. Raises
-        ``EngineDeadError`` if the engine is gone. An exception such as KeyboardInterrupt aborts every request, since
-        outputs may be lost.
+        ``EngineDeadError`` if the engine is gone. An exception such as KeyboardInterrupt aborts
+        every request, since outputs may be lost.
         """
         self._check_open()
         if not self._requests:
