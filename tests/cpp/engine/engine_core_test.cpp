@@ -109,6 +109,29 @@ TEST_F(EngineCoreTest, CachedTokensAreReported) {
   EXPECT_EQ(run(again).num_cached_tokens, 16);
 }
 
+TEST_F(EngineCoreTest, AnotherSaltSharesNoPrefix) {
+  run(endless(20, 4));
+  RequestInput salted = endless(20, 4);
+  salted.salt = {0, 1};
+  EXPECT_EQ(run(salted).num_cached_tokens, 0);
+  salted.key = make_key(0, next_key_++);
+  EXPECT_EQ(run(salted).num_cached_tokens, 16);
+}
+
+TEST_F(EngineCoreTest, UrgentRequestsRunFirst) {
+  config_.scheduler.policy = SchedulingPolicy::kPriority;
+  config_.scheduler.max_num_seqs = 1;
+  const RequestInput patient = endless(5, 5, 1);
+  RequestInput urgent = endless(5, 5, 2);
+  urgent.priority = -1;
+  core().submit(patient);
+  core().submit(urgent);
+  while (!engine().sample(urgent.key).finished()) ASSERT_TRUE(engine().step());
+  EXPECT_TRUE(engine().sample(patient.key).tokens.empty());
+  engine().run_until_idle();
+  engine().expect_solo(patient);
+}
+
 TEST_F(EngineCoreTest, StatsAreThoseOfTheStep) {
   submit_and_count(1, endless(9, 50));
   EXPECT_EQ(stats().num_running, 1);
