@@ -1,4 +1,4 @@
-"""The options of ``vllm-lite serve``. Nothing heavy is imported: ``--help`` is to answer at once."""
+"""The options of ``vllm-lite serve``. Imports nothing heavy: ``--help`` is to answer at once."""
 
 import argparse
 import os

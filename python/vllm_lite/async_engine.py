@@ -104,7 +104,7 @@ class AsyncLLMEngine:
                     self.engine.abort_request(request_id)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request: its iterator gives what there is with finish_reason "abort", and stops."""
+        """Ends a request: its iterator gives what there is, finish_reason "abort", and stops."""
         output = self.engine.end_request(request_id)
         queue = self._queues.get(request_id)
         if output is None or queue is None:
@@ -126,7 +126,7 @@ class AsyncLLMEngine:
         await self._idle.wait()
 
     def declare_dead(self, reason: str) -> None:
-        """The engine is gone: every request ends with ``EngineDeadError``, as does every new one."""
+        """The engine is gone: every request, also every new one, ends with ``EngineDeadError``."""
         if self._dead is not None:
             return
         self._dead = reason
@@ -174,7 +174,7 @@ class AsyncLLMEngine:
         self._loop = None
 
     def _read(self) -> None:
-        """Takes everything that has arrived; the descriptor does not become readable for the rest."""
+        """Takes all that has arrived; the descriptor does not become readable for the rest."""
         if self._dead is not None:
             return
         try:

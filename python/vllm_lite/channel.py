@@ -7,6 +7,7 @@ thread.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -105,7 +106,7 @@ class Child:
             return f"the {self.role} was killed by {signal.Signals(-code).name}"
         return f"the {self.role} exited with code {code}"
 
-    def stop(self, timeout: float = 5.0) -> None:
+    def stop(self, timeout: float = 2.0) -> None:
         """Closes the channel, on which the child exits; kills it if it does not."""
         self.channel.close()
         try:
@@ -158,10 +159,8 @@ def run_child(role: str, serve: Callable[[Channel], None]) -> NoReturn:
 
 def report_failure(channel: Channel, error: BaseException) -> None:
     """Tells the parent why this process is about to end."""
-    try:
+    with contextlib.suppress(ChannelClosed):
         channel.send({"event": "error", "message": str(error) or type(error).__name__})
-    except ChannelClosed:
-        pass
 
 
 def connect_to_parent() -> Channel:

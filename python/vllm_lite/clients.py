@@ -188,7 +188,7 @@ class ProcessClient:
         model_config: ModelConfig,
         progress: Progress | None = None,
     ) -> "ProcessClient":
-        """Starts an engine core and a worker for this client alone and waits until they are ready."""
+        """Starts an engine core and a worker for this client alone; returns when they are ready."""
         processes = EngineProcesses(config, files, model_config, resolved)
         try:
             client = cls(processes.address, processes.client_address(0), 0, processes)
@@ -234,7 +234,7 @@ class ProcessClient:
         return [child.channel.fileno() for child in self._processes.children]
 
     def death_reason(self) -> str | None:
-        """Why the engine is gone; None while it lives, or if its processes are another's to watch."""
+        """Why the engine is gone; None while it lives, or if another watches its processes."""
         return None if self._processes is None else self._processes.death_reason()
 
     def check_alive(self) -> None:

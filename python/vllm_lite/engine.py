@@ -119,7 +119,7 @@ class Engine:
     def check_request(
         self, prompt: Prompt, params: SamplingParams
     ) -> tuple[str | None, list[int], str]:
-        """(text, token ids, cache salt) of a prompt; ``ValueError`` if the request cannot be run."""
+        """(text, token ids, cache salt) of a prompt; ``ValueError`` if it cannot be run."""
         self._check_open()
         text, ids, salt = tokenize_prompt(prompt, self.tokenizer)
         vocab_size = self.model_config.vocab_size
@@ -138,7 +138,7 @@ class Engine:
             self.end_request(name)
 
     def end_request(self, request_id: str) -> RequestOutput | None:
-        """Aborts one request and returns what it has given, its samples with finish_reason "abort"."""
+        """Aborts one request and returns what it has given, with finish_reason "abort"."""
         key = self._keys.pop(request_id, None)
         if key is None:
             return None
@@ -156,10 +156,10 @@ class Engine:
         """Waits for the next news and returns it.
 
         In one process this runs one step of the model. The list may be empty: a prompt was computed
-        in part, the output kind asks for silence, or nothing is unfinished. A request that failed ends with
-        finish_reason "error" and says why in ``error``; others go on. Raises ``EngineDeadError`` if
-        the engine is gone. An exception such as KeyboardInterrupt aborts every request, since
-        outputs may be lost.
+        in part, the output kind asks for silence, or nothing is unfinished. A request that failed
+        ends with finish_reason "error" and says why in ``error``; others go on. Raises
+        ``EngineDeadError`` if the engine is gone. An exception such as KeyboardInterrupt aborts
+        every request, since outputs may be lost.
         """
         self._check_open()
         if not self._requests:

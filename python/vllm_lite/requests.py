@@ -6,6 +6,7 @@ import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -50,7 +51,7 @@ def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, l
         raise ValueError(
             f"a prompt is text, token ids or a dictionary, got {type(prompt).__name__}"
         )
-    return None, list(prompt), salt
+    return None, list(cast("Sequence[int]", prompt)), salt
 
 
 def check_prompt_ids(
@@ -62,8 +63,8 @@ def check_prompt_ids(
     if len(ids) >= max_model_len:
         raise ValueError(
             f"prompt has {len(ids)} tokens, and max_tokens {max_tokens} of output are asked for: "
-            f"max_model_len is {max_model_len}, of which at least one token is the output's; shorten "
-            f"the prompt to {max_model_len - 1} tokens or raise max_model_len"
+            f"max_model_len is {max_model_len}, of which at least one token is the output's; "
+            f"shorten the prompt to {max_model_len - 1} tokens or raise max_model_len"
         )
     for position, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
@@ -162,7 +163,7 @@ class RequestState:
         return self._num_unfinished == 0
 
     def update(self, output: SequenceOutput) -> RequestOutput | None:
-        """Takes in one sequence's news. None when the output kind asks for silence until the end."""
+        """Takes in one sequence's news. None if the output kind asks for silence until the end."""
         sample = self._samples[output.sample_index]
         if output.sample_index == 0:
             self._num_cached_tokens = output.num_cached_tokens

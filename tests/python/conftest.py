@@ -1,4 +1,4 @@
-"""Makes the helpers in this folder importable from every test; fixtures that several folders use."""
+"""Makes the helpers in this folder importable from every test. Fixtures that folders share."""
 
 from pathlib import Path
 
