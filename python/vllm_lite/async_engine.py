@@ -126,7 +126,7 @@ class AsyncLLMEngine:
         await self._idle.wait()
 
     def declare_dead(self, reason: str) -> None:
-        """The engine is gone: every request and every new one ends with ``EngineDeadError``."""
+        """The engine is gone: every request, also every new one, ends with ``EngineDeadError``."""
         if self._dead is not None:
             return
         self._dead = reason

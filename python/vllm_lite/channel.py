@@ -106,7 +106,7 @@ class Child:
             return f"the {self.role} was killed by {signal.Signals(-code).name}"
         return f"the {self.role} exited with code {code}"
 
-    def stop(self, timeout: float = 5.0) -> None:
+    def stop(self, timeout: float = 2.0) -> None:
         """Closes the channel, on which the child exits; kills it if it does not."""
         self.channel.close()
         try:

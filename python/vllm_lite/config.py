@@ -56,7 +56,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     step_timeout: float = 300.0  # seconds after which a worker that gives no result counts as dead
 
     def __post_init__(self) -> None:
-        """``ValueError`` names field, value and limit: msgspec checks types only in decoding."""
+        """``ValueError`` names field, value, limit. msgspec checks types only when it decodes."""
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
@@ -106,8 +106,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if num_blocks * self.block_size < max_model_len:
             needed = -(-max_model_len // self.block_size) * block_bytes
             raise ValueError(
-                f"one request of max_model_len {max_model_len} tokens needs {needed} bytes of KV "
-                f"cache, and kv_cache_memory is {memory}: set --max-model-len to at most "
+                f"one request of max_model_len {max_model_len} tokens needs {needed} bytes of "
+                f"KV cache, and kv_cache_memory is {memory}: set --max-model-len to at most "
                 f"{num_blocks * self.block_size}, or --kv-cache-memory to at least {needed}"
             )
         return ResolvedConfig(

@@ -138,7 +138,7 @@ class Engine:
             self.end_request(name)
 
     def end_request(self, request_id: str) -> RequestOutput | None:
-        """Aborts one request; returns what it has given, its samples with finish_reason "abort"."""
+        """Aborts one request and returns what it has given, with finish_reason "abort"."""
         key = self._keys.pop(request_id, None)
         if key is None:
             return None

@@ -45,9 +45,15 @@ def serve(channel: Channel) -> None:
     _meet_clients(core, pull, pushes)
 
     def send_outputs() -> None:
-        while messages := core.wait_outputs():
-            for client, message in messages:
-                pushes[client].send(message)
+        try:
+            while messages := core.wait_outputs():
+                for client, message in messages:
+                    pushes[client].send(message)
+        except Exception as error:
+            # Without this thread nobody would hear anything any more.
+            logger.exception("the engine core cannot send")
+            report_failure(channel, error)
+            os._exit(1)
 
     def run() -> None:
         try:

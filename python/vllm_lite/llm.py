@@ -26,7 +26,7 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        with _loading_bar() as update:
+        with _LoadingBar() as update:
             self.engine = Engine(model, progress=update, **options)
         self._ids = itertools.count()
         self._lock = threading.Lock()
@@ -159,7 +159,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-class _loading_bar:
+class _LoadingBar:
     """A progress bar over the bytes of the weights; shows nothing if loading is over at once."""
 
     def __enter__(self) -> Callable[[int, int], None]:

@@ -39,7 +39,7 @@ class AbortRequests(msgspec.Struct, array_like=True, tag="abort"):
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
-    """A client's first message. Empty news is the answer: then both ways are open."""
+    """A client's first message. The engine core's answer, empty news, shows that all is open."""
 
     client_id: int
 

@@ -63,7 +63,7 @@ class EngineProcesses:
     ) -> None:
         self.children: list[Child] = []
         self._death: str | None = None
-        self._directory = Path(tempfile.mkdtemp(prefix="vllm_lite-"))
+        self._directory = _make_directory()
         self.address = f"ipc://{self._directory / 'engine'}"
         fds: list[int] = []
         try:
@@ -99,7 +99,7 @@ class EngineProcesses:
         return f"ipc://{self._directory / f'client-{client_id}'}"
 
     def wait_ready(self, progress: Progress | None = None) -> None:
-        """Returns when both are ready; EngineDeadError with the reason if one is not to be."""
+        """Returns when both are ready. Raises EngineDeadError with the reason if one fails."""
         wait_ready(self.children, progress)
 
     def remove_directory(self) -> None:
@@ -119,6 +119,13 @@ class EngineProcesses:
         """Ends both. Harmless when called again."""
         stop_all(self.children)
         self.remove_directory()
+
+
+def _make_directory() -> Path:
+    """Where the sockets are; the owner's alone."""
+    # The path of a socket has at most 107 bytes.
+    is_short = len(os.fsencode(tempfile.gettempdir())) < 70
+    return Path(tempfile.mkdtemp(prefix="vllm_lite-", dir=None if is_short else "/tmp"))
 
 
 def wait_ready(

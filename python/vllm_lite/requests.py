@@ -51,7 +51,7 @@ def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, l
         raise ValueError(
             f"a prompt is text, token ids or a dictionary, got {type(prompt).__name__}"
         )
-    return None, [*cast("Sequence[int]", prompt)], salt
+    return None, list(cast("Sequence[int]", prompt)), salt
 
 
 def check_prompt_ids(

@@ -1,8 +1,4 @@
-"""Makes this folder importable from every test: helpers are imported as ``folder.module``.
-
-Each folder is a package (an empty ``__init__.py``), so that files of one name in two folders, such
-as conftest.py, are two modules.
-"""
+"""Makes the helpers in this folder importable from every test. Fixtures that folders share."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Finds what a program leaves behind: processes, shared memory, files in its temporary directory."""
+"""Finds what a program leaves behind: processes, shared memory, files in its TMPDIR."""
 
 import os
 import secrets

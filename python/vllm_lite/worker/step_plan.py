@@ -34,7 +34,7 @@ class NewRow:
 
 
 def step_words_of(plan: memoryview | bytes) -> list[int]:
-    """The two words of a plan's step number, for the answer to a plan that failed."""
+    """The two words of a plan's step number, for an answer to a plan that failed."""
     words: list[int] = np.frombuffer(plan, dtype=np.int32, count=4)[2:4].tolist()
     return words
 

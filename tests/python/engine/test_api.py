@@ -2,10 +2,11 @@
 
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
-from tiny_model import EOS, VOCAB_SIZE, block_bytes
+from tiny_model import EOS, MAX_POSITIONS, VOCAB_SIZE, block_bytes
 from vllm_lite import (
     LLM,
     Engine,
@@ -43,7 +44,7 @@ def ascii_ids(llm: LLM) -> list[int]:
     return [i for i, data in tokens if data and all(32 < byte < 127 for byte in data)]
 
 
-# --- prompts and their answers ----------------------------------------------------------------------
+# --- prompts and their answers --------------------------------------------------------------------
 
 
 def test_every_form_of_a_prompt_gives_the_same_answer(llm: LLM) -> None:
@@ -203,7 +204,7 @@ def test_logprobs_have_the_chosen_token_and_the_likeliest(llm: LLM) -> None:
     assert none.logprobs is None and none.cumulative_logprob is None
 
 
-# --- what is refused --------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [254, 255])
@@ -288,8 +289,11 @@ def test_parameters_that_fit_no_engine(options: dict[str, object], message: str)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_model_len": 513}, "max_model_len 513.*512"),
-        ({"kv_cache_memory": 4 * block_bytes()}, "max_model_len 512.*kv_cache_memory.*at most 64"),
+        ({"max_model_len": MAX_POSITIONS + 1}, f"{MAX_POSITIONS + 1} .*{MAX_POSITIONS}"),
+        (
+            {"kv_cache_memory": 4 * block_bytes()},
+            "max_model_len 32768 .*kv_cache_memory.*at most 64",
+        ),
         ({"max_num_seqs": 0}, "max_num_seqs must be .* from 1"),
         ({"max_num_seqs": "8"}, "max_num_seqs must be an integer.*'8'"),
         ({"num_threads": True}, "num_threads must be an integer"),
@@ -315,7 +319,7 @@ def test_unknown_option_and_unknown_model(tiny_model: str) -> None:
         LLM("no-such-model")
 
 
-# --- LLMEngine --------------------------------------------------------------------------------------
+# --- LLMEngine ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +352,7 @@ def test_output_kinds_tell_the_same(engine: LLMEngine) -> None:
 
     cumulative = outputs["CUMULATIVE"]
     assert [output.finished for output in cumulative] == [False] * (len(cumulative) - 1) + [True]
-    for earlier, later in zip(cumulative, cumulative[1:], strict=False):
+    for earlier, later in pairwise(cumulative):
         for before, after in zip(earlier.outputs, later.outputs, strict=True):
             assert after.text.startswith(before.text)
             assert after.token_ids[: len(before.token_ids)] == before.token_ids
@@ -413,11 +417,11 @@ def test_priority_orders_what_waits(tiny_model: str) -> None:
     ) as one_at_a_time:
         for name, priority in (("late", 5), ("first", -3), ("second", 0)):
             one_at_a_time.add_request(name, "The", GREEDY, priority)
-        order = [name for name in drain(one_at_a_time)]
+        order = list(drain(one_at_a_time))
     assert order == ["first", "second", "late"]
 
 
-# --- rows of a batch do not touch each other ---------------------------------------------------------
+# --- rows of a batch do not touch each other ------------------------------------------------------
 
 MIXED = [
     {},
@@ -449,7 +453,7 @@ def test_a_row_keeps_nothing_of_the_request_before_it(tiny_model: str) -> None:
                 assert ids_of([output])[0] == alone[prompt], options
 
 
-# --- failures ---------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def test_a_failed_step_ends_its_requests_and_others_go_on(
@@ -490,9 +494,7 @@ def drained_ids(engine: Engine, name: str) -> list[int]:
     return drain(engine)[name][-1].outputs[0].token_ids
 
 
-def test_llm_returns_the_others_when_one_fails(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llm_returns_the_others_when_one_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_lite.worker.worker import Worker
 
     execute = Worker.execute
@@ -561,7 +563,7 @@ def test_interrupt_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.Monkey
     assert ids_of(run(llm, PROMPTS[:2])) == expected
 
 
-# --- life and end -----------------------------------------------------------------------------------
+# --- life and end ---------------------------------------------------------------------------------
 
 
 def test_use_after_close_raises_and_close_twice_does_not(tiny_model: str) -> None:

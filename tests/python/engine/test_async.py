@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
 import pytest
 
+from tiny_model import MAX_POSITIONS, VOCAB_SIZE
 from vllm_lite import (
     AsyncEngineArgs,
     AsyncLLMEngine,
@@ -24,7 +25,7 @@ def greedy(**options: object) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True, **options})
 
 
-# Runs for seconds unless somebody ends it.
+# Runs for half a minute unless somebody ends it.
 ENDLESS = greedy(max_tokens=None)
 
 
@@ -166,7 +167,7 @@ def test_leaving_the_iterator_aborts_the_request(
             await leave(engine)
             assert len((await other)[-1].outputs[0].token_ids) == 60
             await wait_idle(engine)
-            assert num_steps(engine) - steps < 300, "the request ran to its own end, 509 tokens"
+            assert num_steps(engine) - steps < 5000, "nobody ended the request"
 
     asyncio.run(main())
 
@@ -213,10 +214,10 @@ def test_id_is_free_after_abort_while_the_old_iterator_still_lives(engine: Async
 def test_bad_requests_raise_before_any_output(engine: AsyncLLMEngine) -> None:
     async def main() -> None:
         for prompt, params, message in (
-            ([400], greedy(), "prompt token 0 is 400"),
+            ([VOCAB_SIZE], greedy(), f"prompt token 0 is {VOCAB_SIZE}"),
             ("", greedy(), "prompt is empty"),
-            ([5] * 512, greedy(), "prompt has 512 tokens"),
-            ("The", greedy(stop_token_ids=[400]), "stop_token_ids"),
+            ([5] * MAX_POSITIONS, greedy(), f"prompt has {MAX_POSITIONS} tokens"),
+            ("The", greedy(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids"),
         ):
             with pytest.raises(ValueError, match=message):
                 await anext(engine.generate(prompt, params))

@@ -1,0 +1,217 @@
+"""The server as its users see it: openai's client and SmolLM2, plain HTTP and a tiny model."""
+
+import concurrent.futures
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from processes.server_process import ServerProcess, metrics, stream
+from tiny_model import EOS, VOCAB_SIZE
+
+MODEL = "smollm2"
+
+
+def serve(directory: Path, *arguments: str) -> Iterator[ServerProcess]:
+    made = ServerProcess(directory, *arguments)
+    try:
+        yield made.wait_ready()
+        made.signal(signal.SIGTERM)
+        assert made.wait() == 0, made.log()
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """To SmolLM2. Answers of this model are slow on two cores: few and short ones."""
+    for server in serve(tmp_path_factory.mktemp("smollm2"), MODEL, "--max-model-len", "1024", "--num-threads", "1"):
+        with openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="unused", max_retries=0, http_client=httpx.Client()
+        ) as made:
+            yield made
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Iterator[ServerProcess]:
+    """Of the tiny model, in float32: a greedy choice does not depend on the rows of a product."""
+    options = ("--num-threads", "1", "--max-model-len", "30000", "--served-model-name", "tiny")
+    yield from serve(tmp_path_factory.mktemp("tiny"), tiny_model, *options)
+
+
+@pytest.fixture(scope="module")
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    with server.client() as made:
+        yield made
+
+
+QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def test_chat_streams_what_it_answers_plainly(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0}
+    plain = client.chat.completions.create(**options, max_tokens=24)
+    chunks = list(
+        client.chat.completions.create(
+            **options, max_tokens=24, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    text = plain.choices[0].message.content
+    assert text is not None and "Paris" in text
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+    reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
+    assert [r for r in reasons if r] == [plain.choices[0].finish_reason]
+    assert plain.choices[0].finish_reason in ("stop", "length")
+    assert len(chunks) > 5
+    assert chunks[-1].usage is not None and plain.usage is not None
+    assert chunks[-1].usage.completion_tokens == plain.usage.completion_tokens <= 24
+    assert chunks[-1].usage.prompt_tokens == plain.usage.prompt_tokens == 37
+    assert plain.usage.total_tokens == 37 + plain.usage.completion_tokens
+
+
+def test_completion_with_n_stop_and_logprobs(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": MODEL, "prompt": "One, two, three, four,", "max_tokens": 12}
+    plain = client.completions.create(**options, temperature=0, logprobs=2)
+    text = plain.choices[0].text
+    assert "five" in text and "six" in text
+    logprobs = plain.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens is not None
+    assert "".join(logprobs.tokens) == text and len(logprobs.tokens) == 12
+    assert logprobs.token_logprobs is not None and all(
+        value is not None and value <= 0 for value in logprobs.token_logprobs
+    )
+    stopped = client.completions.create(**options, temperature=0, stop=["six"])
+    assert stopped.choices[0].text == text[: text.index("six")]
+    assert stopped.choices[0].finish_reason == "stop"
+    two = client.completions.create(**options, n=2, temperature=1, seed=1)
+    assert [choice.index for choice in two.choices] == [0, 1]
+    assert two.choices[0].text != two.choices[1].text
+    assert two.usage is not None and two.usage.completion_tokens <= 24
+    streamed: dict[int, str] = {0: "", 1: ""}
+    for chunk in client.completions.create(**options, n=2, temperature=1, seed=1, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == {choice.index: choice.text for choice in two.choices}
+
+
+def test_models_of_the_server(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    extra = client.models.retrieve(MODEL).model_extra
+    assert extra is not None and extra["max_model_len"] == 1024
+    with pytest.raises(openai.NotFoundError, match="other"):
+        client.completions.create(model="other", prompt="a")
+
+
+def test_health_and_version(http: httpx.Client) -> None:
+    assert http.get("/health").json() == {"status": "ok"}
+    assert set(http.get("/version").json()) == {"version"}
+
+
+def test_bad_requests_are_400_and_harm_nobody(http: httpx.Client) -> None:
+    with stream(http, max_tokens=500) as good:
+        next(good)
+        for body in (
+            {"prompt": [1, VOCAB_SIZE, 5]},
+            {"prompt": ""},
+            {"prompt": [5] * 30000},
+            {"prompt": "a", "max_tokens": 30000},
+            {"prompt": "a", "priority": 2**40},
+            {"prompt": "a", "logit_bias": {"999999": 5}},
+            {"prompt": "a", "stop_token_ids": [-1]},
+            {"prompt": "a", "n": 5000},
+        ):
+            answer = http.post("/v1/completions", json=body)
+            assert answer.status_code == 400, (body, answer.text)
+            assert answer.json()["error"]["message"]
+        assert list(good)[-1] == "[DONE]"
+    assert http.get("/health").status_code == 200
+
+
+def test_metrics_count_and_come_back_to_zero(server: ServerProcess, http: httpx.Client) -> None:
+    server.wait_idle(http)
+    before = metrics(http)
+    most_running = most_used = 0.0
+    with stream(http, max_tokens=2000, n=2) as running:
+        received = []
+        for event in running:
+            received.append(event)
+            if most_running < 2:
+                now = metrics(http)
+                most_running = max(most_running, now["vllm_lite:num_requests_running"])
+                most_used = max(most_used, now["vllm_lite:kv_cache_usage_perc"])
+    assert received[-1] == "[DONE]"
+    assert most_running == 2 and 0 < most_used < 1
+    server.wait_idle(http)
+    after = metrics(http)
+    name = "vllm_lite:generation_tokens_total"
+    assert after[name] - before[name] == 4000
+    assert after["vllm_lite:time_to_first_token_seconds_count"] > 0
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_client_that_goes_away_frees_its_blocks(
+    server: ServerProcess, http: httpx.Client, streamed: bool
+) -> None:
+    """ABT-01: the request would run for a minute."""
+    body = {"prompt": "Once", "max_tokens": 25000, "ignore_eos": True, "n": 4, "stream": streamed}
+    server.wait_idle(http)
+    with server.client() as leaving:
+        if streamed:
+            with leaving.stream("POST", "/v1/completions", json=body) as response:
+                next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                leaving.post("/v1/completions", json=body, timeout=0.5)
+    began = time.monotonic()
+    server.wait_idle(http)
+    assert time.monotonic() - began < 5
+
+
+MIXED: list[dict[str, Any]] = [
+    {"prompt": "The quick brown fox"},
+    {"prompt": "lazy dog", "temperature": 0.8, "seed": 7},
+    {"prompt": "def f(x):", "allowed_token_ids": [*range(30, 90)], "stop": ["a", "b", "c"]},
+    {"prompt": "12345", "logprobs": 2},
+    {"prompt": "for i in range", "n": 2, "temperature": 1.0, "seed": 3},
+    {"prompt": "jumps over", "frequency_penalty": 1.0, "presence_penalty": 0.5},
+    {"prompt": "Größe", "logit_bias": {"53": 100.0}},
+    {"prompt": "it is", "min_tokens": 6, "logit_bias": {str(EOS): 100.0}, "ignore_eos": False},
+    {"prompt": "what they", "repetition_penalty": 1.3},
+    {"prompt": "have said", "top_k": 5, "temperature": 1.0, "seed": 9},
+    {"prompt": "東京", "max_tokens": 3},
+    {"prompt": "dog, and " * 200, "max_tokens": 4},
+    {"prompt": ["return x", "print(f(i))"]},
+    {"prompt": [54, 357, 282], "top_p": 0.9, "temperature": 0.7, "seed": 1},
+    {"prompt": "café", "n": 3, "min_p": 0.02, "temperature": 1.0, "seed": 2},
+    {"prompt": "首都", "stop_token_ids": [*range(100)]},
+]
+
+
+def test_sixteen_mixed_requests_at_once_equal_their_solo_runs(http: httpx.Client) -> None:
+    def ask(index: int) -> list[tuple[str, str]]:
+        """(text, finish reason) of every choice; odd ones are streamed."""
+        body = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, **MIXED[index]}
+        body["stream"] = index % 2 == 1
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        if index % 2 == 0:
+            return [(c["text"], c["finish_reason"]) for c in answer.json()["choices"]]
+        found: dict[int, list[str]] = {}
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert lines[-1] == "[DONE]"
+        for line in lines[:-1]:
+            for choice in json.loads(line)["choices"]:
+                parts = found.setdefault(choice["index"], ["", ""])
+                parts[0] += choice["text"]
+                parts[1] += choice["finish_reason"] or ""
+        return [(text, reason) for _, (text, reason) in sorted(found.items())]
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(ask, range(16)))
+    for index, answer in enumerate(together):
+        assert answer == ask(index), MIXED[index]
