@@ -31,9 +31,8 @@ def serve(directory: Path, *arguments: str) -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     """To SmolLM2. Answers of this model are slow on two cores: few and short ones."""
-    for server in serve(
-        tmp_path_factory.mktemp("smollm2"), MODEL, "--max-model-len", "1024", "--num-threads", "1"
-    ):
+    options = ("--dtype", "float32", "--max-model-len", "1024", "--num-threads", "1")
+    for server in serve(tmp_path_factory.mktemp("smollm2"), MODEL, *options):
         with openai.OpenAI(
             base_url=f"{server.url}/v1", api_key="unused", max_retries=0, http_client=httpx.Client()
         ) as made:
