@@ -135,7 +135,8 @@ class _Supervisor:
         print(
             f"serving {name} at {url} - try:\n"
             f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d "
-            f'\'{{"model": "{name}", "max_tokens": 100, "messages": [{{"role": "user", "content": "Hello!"}}]}}\'',
+            f'\'{{"model": "{name}", "max_tokens": 100, '
+            f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\'',
             flush=True,
         )
 
