@@ -78,6 +78,8 @@ $(STAMPS)/dev: requirements/dev.txt $(STAMPS)/packages
 
 $(STAMPS)/installed: $(STAMPS)/packages $(NATIVE)
 	@command -v $${CXX:-g++} >/dev/null || { echo "No C++ compiler: apt-get install g++"; exit 1; }
+	@$(PY) -c 'import os, sysconfig as s, sys; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' || \
+	  { echo "Python's headers are missing: apt-get install python3-dev"; exit 1; }
 	@echo "== building and installing vllm_lite"
 	@$(PIP) install -q --no-build-isolation --no-deps -e .
 	@touch $@
