@@ -82,6 +82,7 @@ class Engine:
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
+        tokenizer.max_tokens = max_model_len
         self.client = client
         self.max_model_len = max_model_len
         self._requests: dict[int, RequestState] = {}

@@ -32,7 +32,7 @@ _SPECIAL_NAMES = (
 
 
 class Tokenizer:
-    """A model's tokenizer. Thread-safe after construction, apart from setting ``chat_template``.
+    """A model's tokenizer. Thread-safe but for setting ``chat_template`` or ``max_tokens``.
 
     ``vocab_size`` is the largest token id plus one, added tokens included; the model's logits can
     be wider. ``eos_token_ids`` holds ``eos_token_id`` and the end-of-turn ids that a GGUF file
@@ -54,6 +54,8 @@ class Tokenizer:
         self._backend = backend
         self.special_tokens = dict(special_tokens)
         self.chat_template = chat_template
+        # What encode accepts at most, if whoever uses the tokens has a limit.
+        self.max_tokens: int | None = None
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         self.pad_token_id = self._special_id("pad_token")
@@ -66,20 +68,40 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens that stand in the text are taken as such.
 
-        Raises ValueError for text that is not valid Unicode (lone surrogates).
+        Raises ValueError for text that is not valid Unicode (lone surrogates), or so long that
+        ``max_tokens`` tokens cannot hold it.
         """
-        _check_text(text)
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True
     ) -> list[list[int]]:
         for text in texts:
             _check_text(text)
+            self._check_length(text)
+        # Without offsets: half the time, and the interpreter stays free for other threads.
         encodings = self._backend.encode_batch_fast(
             list(texts), add_special_tokens=add_special_tokens
         )
         return [encoding.ids for encoding in encodings]
+
+    def _check_length(self, text: str) -> None:
+        """Refuses what is certainly too long before it is tokenised, which takes its time."""
+        if self.max_tokens is None or len(text) <= self.max_tokens:
+            return
+        num_bytes = len(text.encode())
+        limit = self.max_tokens * self._longest_token
+        if num_bytes > limit:
+            raise ValueError(
+                f"the text has {num_bytes} bytes, but the context of {self.max_tokens} tokens "
+                f"(max_model_len) holds at most {limit}: shorten it"
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Bytes of the longest token."""
+        offsets = self._table.offsets
+        return int((offsets[1:] - offsets[:-1]).max(initial=1))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The tokenizer's own decode of a whole text; ids beyond the vocabulary have no text.

@@ -47,12 +47,15 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "CompletionRenderer"]
         len(prompts), request.n or 1, state.options.max_choices, "n" if request.n else "prompt"
     )
     special = request.add_special_tokens is not False
-    token_ids = [
-        engine.tokenizer.encode(prompt, add_special_tokens=special)
-        if isinstance(prompt, str)
-        else prompt
-        for prompt in prompts
-    ]
+    try:
+        token_ids = [
+            engine.tokenizer.encode(prompt, add_special_tokens=special)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+    except ValueError as error:  # too long to be worth tokenising
+        raise bad_request(f"prompt: {error}", "prompt") from error
     for ids in token_ids:
         if not ids:
             raise bad_request("prompt: empty; it must have at least one token", "prompt")
