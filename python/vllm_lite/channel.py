@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,7 +72,6 @@ class Child:
         role: str,
         module: str,
         pass_fds: tuple[int, ...] = (),
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.role = role
         ours, theirs = socket.socketpair()
@@ -85,7 +84,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *pass_fds),
                 start_new_session=True,
-                env={**os.environ, **(environment or {}), "PYTHONPATH": _python_path()},
+                env={**os.environ, "PYTHONPATH": _python_path()},
             )
         except BaseException:
             ours.close()
