@@ -54,5 +54,6 @@ struct PagedAttentionParams {
 // is not one of block_tables, a sequence is longer than its table, or a table entry that is read
 // names a block that the cache does not have.
 void paged_attention_cpu(const PagedAttentionParams& params);
+void paged_attention_cuda(const PagedAttentionParams& params);
 
 }  // namespace vllm_lite

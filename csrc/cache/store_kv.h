@@ -27,6 +27,7 @@ struct StoreKvParams {
 VL_DECLARE_ISA_KERNEL(store_kv, StoreKvParams)
 // Throws Error, and has stored nothing, if a slot lies beyond the cache's last block.
 void store_kv_cpu(const StoreKvParams& params);
+void store_kv_cuda(const StoreKvParams& params);
 
 struct CopyBlocksParams {
   void* kv_cache;              // [num_layers, num_blocks, block_bytes]
@@ -40,5 +41,6 @@ struct CopyBlocksParams {
 
 // Throws Error, and has copied nothing, if a pair names a block that the cache does not have.
 void copy_blocks_cpu(const CopyBlocksParams& params);
+void copy_blocks_cuda(const CopyBlocksParams& params);
 
 }  // namespace vllm_lite

@@ -29,6 +29,7 @@ struct RmsNormParams {
 };
 VL_DECLARE_ISA_KERNEL(rms_norm, RmsNormParams)
 void rms_norm_cpu(const RmsNormParams& params);
+void rms_norm_cuda(const RmsNormParams& params);
 
 // Rotary embedding in place on the first rotary_size elements of each head, halves rotated together
 // (x[i], x[i + rotary_size/2]); rotation in float32.
@@ -50,6 +51,7 @@ struct RopeParams {
 };
 VL_DECLARE_ISA_KERNEL(rope, RopeParams)
 void rope_cpu(const RopeParams& params);
+void rope_cuda(const RopeParams& params);
 
 // out = silu(gate) * up, where a row of gate_up is [gate | up].
 struct SiluMulParams {
@@ -64,6 +66,7 @@ struct SiluMulParams {
 };
 VL_DECLARE_ISA_KERNEL(silu_mul, SiluMulParams)
 void silu_mul_cpu(const SiluMulParams& params);
+void silu_mul_cuda(const SiluMulParams& params);
 
 // GGUF block formats, under ggml's numbers.
 enum class GgmlType : int32_t {
@@ -146,5 +149,6 @@ struct SampleParams {
   int64_t stream;
 };
 void sample_cpu(const SampleParams& params);
+void sample_cuda(const SampleParams& params);
 
 }  // namespace vllm_lite

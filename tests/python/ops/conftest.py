@@ -4,13 +4,19 @@ from collections.abc import Iterator
 
 import pytest
 
+from ops.back_ends import PARAMS, use
 from vllm_lite import ops
+
+
+@pytest.fixture(params=PARAMS)
+def back_end(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test on every back end."""
+    with use(request.param):
+        yield request.param
 
 
 @pytest.fixture(params=ops.cpu_isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test on each instruction set of this processor."""
-    before = ops.current_cpu_isa()
-    ops.set_cpu_isa(request.param)
-    yield request.param
-    ops.set_cpu_isa(before)
+    with use(request.param):
+        yield request.param

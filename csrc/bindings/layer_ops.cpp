@@ -1,0 +1,116 @@
+// The small ops of a transformer layer, for Python.
+#include "bindings/back_ends.h"
+#include "bindings/op_args.h"
+#include "ops/ops.h"
+
+namespace vllm_lite {
+namespace {
+
+template <void (*kKernel)(const RmsNormParams&)>
+void rms_norm(Tensor out, Tensor input, Tensor weight, double epsilon, OptionalTensor residual,
+              int64_t stream) {
+  constexpr const char* kOp = "rms_norm";
+  const int64_t dim = input.dim();
+  check(dim == 2 || dim == 3, kOp, "input must be 2-D or 3-D");
+  auto check_like_input = [&](const Tensor& t, const char* message) {
+    bool same = t.dim() == dim && t.scalar_type() == input.scalar_type() && t.stride(dim - 1) == 1;
+    for (int64_t d = 0; same && d < dim; ++d) same = t.size(d) == input.size(d);
+    check(same, kOp, message);
+  };
+  check_like_input(input, "the last dimension of input must be contiguous");
+  check_like_input(out, "out must be like input, its last dimension contiguous");
+  if (residual)
+    check_like_input(*residual, "residual must be like input, its last dimension contiguous");
+  check(weight.dim() == 1 && weight.size(0) == input.size(dim - 1) && weight.is_contiguous() &&
+            weight.scalar_type() == input.scalar_type(),
+        kOp, "weight must be [size], contiguous and of input's dtype");
+  auto inner_stride = [&](const Tensor& t) { return dim == 3 ? t.stride(1) : 0; };
+  check_same_device(kOp, input, out, weight, residual);
+  RmsNormParams params{};
+  params.out = out.mutable_data_ptr();
+  params.input = input.const_data_ptr();
+  params.weight = weight.const_data_ptr();
+  params.out_outer_stride = out.stride(0);
+  params.out_inner_stride = inner_stride(out);
+  params.input_outer_stride = input.stride(0);
+  params.input_inner_stride = inner_stride(input);
+  if (residual) {
+    params.residual = residual->mutable_data_ptr();
+    params.residual_outer_stride = residual->stride(0);
+    params.residual_inner_stride = inner_stride(*residual);
+  }
+  params.num_outer = input.size(0);
+  params.num_inner = dim == 3 ? input.size(1) : 1;
+  params.size = static_cast<int32_t>(input.size(dim - 1));
+  params.epsilon = static_cast<float>(epsilon);
+  params.dtype = float_dtype(input, kOp);
+  params.stream = stream;
+  kKernel(params);
+}
+
+template <void (*kKernel)(const RopeParams&)>
+void rope(Tensor query, Tensor key, Tensor positions, Tensor cos_sin, int64_t stream) {
+  constexpr const char* kOp = "rope";
+  check_heads(query, kOp, "query");
+  check_heads(key, kOp, "key");
+  check(query.scalar_type() == key.scalar_type() && query.size(2) == key.size(2) &&
+            query.size(0) == key.size(0) && positions.numel() == query.size(0),
+        kOp, "query, key and positions differ in dtype, head_size or num_tokens");
+  check(cos_sin.dim() == 2 && cos_sin.size(1) % 2 == 0 && cos_sin.size(1) <= query.size(2), kOp,
+        "cos_sin must be [max_position, rotary_size], rotary_size even and at most head_size");
+  check_same_device(kOp, query, key, positions, cos_sin);
+  RopeParams params{};
+  params.query = query.mutable_data_ptr();
+  params.key = key.mutable_data_ptr();
+  params.positions = int32_data(positions, kOp, "positions");
+  params.cos_sin = float_data(cos_sin, kOp, "cos_sin");
+  params.query_token_stride = query.stride(0);
+  params.key_token_stride = key.stride(0);
+  params.max_position = cos_sin.size(0);
+  params.num_tokens = static_cast<int32_t>(query.size(0));
+  params.num_heads = static_cast<int32_t>(query.size(1));
+  params.num_kv_heads = static_cast<int32_t>(key.size(1));
+  params.head_size = static_cast<int32_t>(query.size(2));
+  params.rotary_size = static_cast<int32_t>(cos_sin.size(1));
+  params.dtype = float_dtype(query, kOp);
+  params.stream = stream;
+  kKernel(params);
+}
+
+template <void (*kKernel)(const SiluMulParams&)>
+void silu_mul(Tensor out, Tensor gate_up, int64_t stream) {
+  constexpr const char* kOp = "silu_mul";
+  check(out.dim() == 2 && gate_up.dim() == 2 && gate_up.size(0) == out.size(0) &&
+            gate_up.size(1) == 2 * out.size(1) && out.stride(1) == 1 && gate_up.stride(1) == 1 &&
+            out.scalar_type() == gate_up.scalar_type(),
+        kOp, "out must be [num_tokens, size] and gate_up [num_tokens, 2 * size] of one dtype");
+  check_same_device(kOp, out, gate_up);
+  SiluMulParams params{};
+  params.out = out.mutable_data_ptr();
+  params.gate_up = gate_up.const_data_ptr();
+  params.out_token_stride = out.stride(0);
+  params.gate_up_token_stride = gate_up.stride(0);
+  params.num_tokens = static_cast<int32_t>(out.size(0));
+  params.size = static_cast<int32_t>(out.size(1));
+  params.dtype = float_dtype(out, kOp);
+  params.stream = stream;
+  kKernel(params);
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(VL_OPS, m) {
+  m.def(
+      "rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon, Tensor(b!)? residual, "
+      "int stream) -> ()");
+  m.def(
+      "rope(Tensor(a!) query, Tensor(b!) key, Tensor positions, Tensor cos_sin, int stream) -> ()");
+  m.def("silu_mul(Tensor(a!) out, Tensor gate_up, int stream) -> ()");
+}
+
+#define VL_LAYER_OPS(back_end)                                   \
+  m.impl("rms_norm", TORCH_BOX(&rms_norm<rms_norm_##back_end>)); \
+  m.impl("rope", TORCH_BOX(&rope<rope_##back_end>));             \
+  m.impl("silu_mul", TORCH_BOX(&silu_mul<silu_mul_##back_end>));
+VL_IMPLEMENT_OPS(VL_LAYER_OPS)
+
+}  // namespace
+}  // namespace vllm_lite

@@ -1,0 +1,251 @@
+// All that the kernels (*.cu) know of the machine: launches, shared memory, element types and the
+// instructions that CUDA C++ has no name for. Kernels contain no `asm` and no `#ifdef`.
+//
+// nvcc sees the first half. Any other compiler gets the same names from <cuda_on_host/device.h>
+// (tests/cuda_on_host), which runs every CUDA thread as a fiber on the host: the tests, the
+// sanitizers and coverage run the kernel sources as they are.
+//
+// Rules for kernel sources: launch with VL_LAUNCH; shared memory through VL_SHARED and
+// VL_DYNAMIC_SHARED, never a bare __shared__; explicit instantiations repeat __grid_constant__.
+#pragma once
+
+#include <cstdint>
+
+#include "core/check.h"
+#include "core/dtype.h"
+
+#if defined(__CUDACC__)
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <string>
+
+// VL_LAUNCH((kernel<A, B>), grid, block, dynamic_shared_bytes, stream, arguments...): `stream` is
+// the op's integer. Throws Error if the launch is refused.
+#define VL_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                        \
+  do {                                                                                   \
+    kernel<<<(grid), (block), (shared_bytes), ::vllm_lite::device::as_stream(stream)>>>( \
+        __VA_ARGS__);                                                                    \
+    ::vllm_lite::device::check_cuda(cudaGetLastError(), #kernel);                        \
+  } while (false)
+// VL_SHARED(float, sums, [4][32]): a static shared array of the block.
+#define VL_SHARED(type, name, ...) __shared__ type name __VA_ARGS__
+// The block's dynamic shared memory, 1024-byte aligned.
+#define VL_DYNAMIC_SHARED(type, name)                                  \
+  extern __shared__ __align__(1024) unsigned char vl_dynamic_shared[]; \
+  type* name = reinterpret_cast<type*>(vl_dynamic_shared)
+
+namespace vllm_lite {
+
+// Storage types; arithmetic is in float32.
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+struct Float8E4M3 {  // finite: no infinity, 448 at most
+  uint8_t bits;
+};
+
+namespace device {
+
+inline cudaStream_t as_stream(int64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  VL_CHECK(error == cudaSuccess, std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+// ---- host side
+
+// Multiprocessors of the current device.
+inline int num_multiprocessors() {
+  int current = 0, count = 0;
+  check_cuda(cudaGetDevice(&current), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, current),
+             "cudaDeviceGetAttribute");
+  return count;
+}
+
+// 10 * major + minor of the current device: 80, 90, ...
+inline int compute_capability() {
+  int current = 0, major = 0, minor = 0;
+  check_cuda(cudaGetDevice(&current), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, current),
+             "cudaDeviceGetAttribute");
+  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, current),
+             "cudaDeviceGetAttribute");
+  return 10 * major + minor;
+}
+
+// Bytes of dynamic shared memory that one block may use on the current device.
+inline int max_dynamic_shared_bytes() {
+  int current = 0, bytes = 0;
+  check_cuda(cudaGetDevice(&current), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, current),
+             "cudaDeviceGetAttribute");
+  return bytes;
+}
+
+// Lets `kernel` use more than 48 KiB of dynamic shared memory.
+template <typename Kernel>
+void allow_dynamic_shared(Kernel kernel, int bytes) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+             "cudaFuncSetAttribute");
+}
+
+// Blocks of `kernel` that run at once on one multiprocessor.
+template <typename Kernel>
+int blocks_per_multiprocessor(Kernel kernel, int threads, int dynamic_shared_bytes) {
+  int blocks = 0;
+  check_cuda(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, dynamic_shared_bytes),
+      "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  return blocks;
+}
+
+// Between any two of host (pinned) and device memory, in stream order.
+inline void copy_async(void* to, const void* from, int64_t bytes, int64_t stream) {
+  check_cuda(
+      cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, as_stream(stream)),
+      "cudaMemcpyAsync");
+}
+inline void fill_async(void* to, int byte, int64_t bytes, int64_t stream) {
+  check_cuda(cudaMemsetAsync(to, byte, static_cast<size_t>(bytes), as_stream(stream)),
+             "cudaMemsetAsync");
+}
+
+// ---- element types
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(BFloat16 x) {
+  return __uint_as_float(static_cast<uint32_t>(x.bits) << 16);
+}
+__device__ __forceinline__ float to_float(Float16 x) {
+  return __half2float(__ushort_as_half(x.bits));
+}
+__device__ __forceinline__ float to_float(Float8E4M3 x) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.bits, __NV_E4M3)));
+}
+
+// To the nearest, ties to even. Float8E4M3 saturates at 448.
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ BFloat16 from_float<BFloat16>(float x) {
+  return {__bfloat16_as_ushort(__float2bfloat16_rn(x))};
+}
+template <>
+__device__ __forceinline__ Float16 from_float<Float16>(float x) {
+  return {__half_as_ushort(__float2half_rn(x))};
+}
+template <>
+__device__ __forceinline__ Float8E4M3 from_float<Float8E4M3>(float x) {
+  return {__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3)};
+}
+
+// Two values in one register, `low` in the low half: the order of an mma fragment.
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack<BFloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack<Float16>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// ---- arithmetic
+
+// 2^x, relative error about 2^-22; subnormal results are 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Absolute error about 2^-11; sm_75 and newer.
+__device__ __forceinline__ float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ---- tensor cores; fragments as in the PTX ISA
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// d[16x8] += a[16x16] b[16x8], float32 sums; T: BFloat16 or Float16.
+template <typename T>
+__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4],
+                                            const uint32_t (&b)[2]);
+template <>
+__device__ __forceinline__ void mma_16x8x16<BFloat16>(float (&d)[4], const uint32_t (&a)[4],
+                                                      const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+template <>
+__device__ __forceinline__ void mma_16x8x16<Float16>(float (&d)[4], const uint32_t (&a)[4],
+                                                     const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// ---- asynchronous copies (sm_80)
+
+// 16 bytes from global to shared memory; zeros if not `valid` (`from` is then not read). The bytes
+// are there after commit and wait by the same thread; others need a barrier, too.
+__device__ __forceinline__ void copy_16_async(void* to_shared, const void* from,
+                                              bool valid = true) {
+  asm volatile(
+      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to_shared)),
+      "l"(from), "r"(valid ? 16 : 0)
+      : "memory");
+}
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Until at most kPending of this thread's latest groups are still on their way.
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace device
+}  // namespace vllm_lite
+
+#else
+#include <cuda_on_host/device.h>
+#endif

@@ -1,0 +1,76 @@
+"""Where the tests of ops run: each CPU instruction set, the CUDA kernels on the host, a device.
+
+Tests make their tensors on the CPU and call ``vllm_lite.ops`` always. ``use`` makes those calls go
+to another back end: the kernels of ``_ops_cuda_on_host.so``, or the device, where every tensor
+argument is copied with its whole storage (so that strides and views stay what they are) and comes
+back afterwards.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_lite import ops
+
+CUDA_BACK_ENDS = ("cuda_on_host", "cuda")
+BACK_ENDS = (*ops.cpu_isas(), *CUDA_BACK_ENDS)
+PARAMS = [
+    pytest.param(name, marks=pytest.mark.cuda) if name == "cuda" else name for name in BACK_ENDS
+]
+ON_HOST = Path(__file__).parents[3] / "build/dev/tests/cuda_on_host/_ops_cuda_on_host.so"
+
+
+class DeviceOps:
+    """``torch.ops.vllm_lite`` on CPU tensors, run on the CUDA device."""
+
+    def __getattr__(self, name: str) -> Any:
+        op = getattr(torch.ops.vllm_lite, name)
+
+        def call(*args: Any) -> Any:
+            storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+            def to_device(arg: Any) -> Any:
+                if not isinstance(arg, torch.Tensor):
+                    return arg
+                storage = arg.untyped_storage()
+                if storage.data_ptr() not in storages:
+                    host = torch.empty(0, dtype=torch.uint8).set_(storage)
+                    storages[storage.data_ptr()] = (host, host.cuda())
+                device = storages[storage.data_ptr()][1].untyped_storage()
+                return torch.empty(0, dtype=arg.dtype, device="cuda").set_(
+                    device, arg.storage_offset(), arg.size(), arg.stride()
+                )
+
+            # The stream is the last argument of every op that runs on a device.
+            stream = torch.cuda.current_stream().cuda_stream
+            result = op(*(to_device(arg) for arg in args[:-1]), stream)
+            for host, device in storages.values():
+                host.copy_(device)
+            return result
+
+        return call
+
+
+@contextmanager
+def use(back_end: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if back_end == "cuda":
+            if not torch.cuda.is_available():
+                pytest.skip("no CUDA device")
+            patch.setattr(ops, "_ops", DeviceOps())
+            yield
+        elif back_end == "cuda_on_host":
+            if not ON_HOST.exists():
+                raise FileNotFoundError(f"{ON_HOST}: `make test` builds it")
+            torch.ops.load_library(ON_HOST)
+            patch.setattr(ops, "_ops", torch.ops.vllm_lite_cuda_on_host)
+            yield
+        else:
+            before = ops.current_cpu_isa()
+            ops.set_cpu_isa(back_end)
+            yield
+            ops.set_cpu_isa(before)
