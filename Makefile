@@ -36,13 +36,13 @@ test: $(STAMPS)/installed $(STAMPS)/demo $(STAMPS)/dev lint $(BUILD)/.built
 
 lint: $(STAMPS)/dev
 	@echo "== clang-format, ruff, mypy"
-	@git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.cpp' 'tests/cpp/*.h' 'bench/cpp/*.cpp' | xargs $(VENV)/bin/clang-format --dry-run -Werror
+	@git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.cpp' 'tests/cpp/*.h' 'bench/cpp/*.cpp' 'bench/cpp/*.h' | xargs $(VENV)/bin/clang-format --dry-run -Werror
 	@$(VENV)/bin/ruff format --check -q python tests/python bench
 	@$(VENV)/bin/ruff check -q python tests/python bench
 	@$(VENV)/bin/mypy --no-error-summary
 
 format: $(STAMPS)/dev
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.cpp' 'tests/cpp/*.h' 'bench/cpp/*.cpp' | xargs $(VENV)/bin/clang-format -i
+	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.cpp' 'tests/cpp/*.h' 'bench/cpp/*.cpp' 'bench/cpp/*.h' | xargs $(VENV)/bin/clang-format -i
 	$(VENV)/bin/ruff format -q python tests/python bench
 	$(VENV)/bin/ruff check -q --fix python tests/python bench
 
@@ -90,7 +90,7 @@ system-tools:
 $(BUILD)/.built: $(NATIVE) $(shell find tests/cpp bench/cpp -type f) | $(STAMPS)/packages system-tools
 	@echo "== building C++ tests and benchmarks"
 	@PATH="$(abspath $(VENV))/bin:$$PATH" cmake -S . -B $(BUILD) -G Ninja -DVLLM_LITE_PYTHON=OFF \
-	  -DVLLM_LITE_TESTS=ON -DVLLM_LITE_BENCHMARKS=ON > $(BUILD).log 2>&1 || { mkdir -p build; tail -n 20 $(BUILD).log; exit 1; }
+	  -DVLLM_LITE_TESTS=ON -DVLLM_LITE_BENCHMARKS=ON -DCMAKE_COMPILE_WARNING_AS_ERROR=ON > $(BUILD).log 2>&1 || { mkdir -p build; tail -n 20 $(BUILD).log; exit 1; }
 	@$(VENV)/bin/ninja -C $(BUILD) --quiet
 	@touch $@
 

@@ -20,5 +20,10 @@ if ! command -v apt-get >/dev/null; then
   exit 1
 fi
 echo "== installing$missing"
-$run apt-get update -qq
-DEBIAN_FRONTEND=noninteractive $run apt-get install -y -qq --no-install-recommends $missing >/dev/null
+install() {
+  $run apt-get update -qq && DEBIAN_FRONTEND=noninteractive $run apt-get install -y -qq --no-install-recommends $missing
+}
+install >/dev/null || {
+  echo "Missing:$missing, and apt-get could not install them (see above): install them and try again." >&2
+  exit 1
+}

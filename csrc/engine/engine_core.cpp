@@ -71,7 +71,8 @@ int32_t EngineCore::Stream::show(TokenId token, bool hidden, bool ends, std::str
   if (!hidden) detokenizer.append(token, piece);
   if (ends) detokenizer.finish(piece);
   if (num_output_tokens() < owner.input.min_tokens) {
-    text = piece;  // past the matcher, which so far holds nothing
+    matcher.pass(piece, text);
+    if (ends) matcher.finish(text);
     return -1;
   }
   const int32_t stop = matcher.append(piece, text);
@@ -291,6 +292,9 @@ void EngineCore::finish_step(std::span<const int32_t> words) {
   }
   reap();
   publish_outputs();
+#if !defined(NDEBUG)
+  check_invariants();
+#endif
 }
 
 // Throws InternalError unless the result answers the step in flight, with all that it asked for.

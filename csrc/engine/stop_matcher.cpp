@@ -10,46 +10,49 @@ StopAutomaton::StopAutomaton(const std::vector<std::string>& stops) : stops_(sto
   for (size_t i = 0; i < stops_.size(); ++i) {
     VL_CHECK(!stops_[i].empty(),
              "stop[" + std::to_string(i) + "] is an empty string; leave it out");
-    for (const char byte : stops_[i]) {
-      uint16_t& column = column_[static_cast<uint8_t>(byte)];
-      if (column == 0) column = static_cast<uint16_t>(num_columns_++);
-    }
-  }
-
-  // The trie. 0, which is nobody's child, stands for "no such child".
-  next_.resize(num_columns_);
-  for (size_t i = 0; i < stops_.size(); ++i) {
     uint32_t state = 0;
     for (const char byte : stops_[i]) {
-      const size_t edge = size_t{state} * num_columns_ + column_[static_cast<uint8_t>(byte)];
-      if (next_[edge] == 0) {
-        next_[edge] = static_cast<uint32_t>(states_.size());
-        states_.push_back({states_[state].depth + 1, static_cast<int32_t>(i), -1});
-        next_.resize(next_.size() + num_columns_);
+      uint32_t longer = child(state, byte);
+      if (longer == 0) {
+        longer = static_cast<uint32_t>(states_.size());
+        State made;
+        made.depth = states_[state].depth + 1;
+        made.path = static_cast<int32_t>(i);
+        made.next_sibling = states_[state].first_child;
+        made.byte = byte;
+        states_[state].first_child = longer;
+        states_.push_back(made);
       }
-      state = next_[edge];
+      state = longer;
     }
     if (states_[state].match < 0) states_[state].match = static_cast<int32_t>(i);
   }
 
-  // Breadth first, each missing child becomes what the longest proper suffix would do: its row is
-  // complete by then, for it is shorter.
-  std::vector<uint32_t> suffix(states_.size(), 0), queue = {0};
+  // Shorter prefixes first: a state's suffix is shorter than it.
+  std::vector<uint32_t> queue = {0};
   queue.reserve(states_.size());
   for (size_t head = 0; head < queue.size(); ++head) {
-    const uint32_t state = queue[head];
-    for (size_t column = 0; column < num_columns_; ++column) {
-      uint32_t& child = next_[size_t{state} * num_columns_ + column];
-      const uint32_t fallback =
-          state == 0 ? 0 : next_[size_t{suffix[state]} * num_columns_ + column];
-      if (child == 0) {
-        child = fallback;
-        continue;
-      }
-      suffix[child] = fallback;
-      if (states_[child].match < 0) states_[child].match = states_[fallback].match;
-      queue.push_back(child);
+    const uint32_t parent = queue[head];
+    for (uint32_t i = states_[parent].first_child; i != 0; i = states_[i].next_sibling) {
+      State& state = states_[i];
+      if (parent != 0) state.suffix = next(states_[parent].suffix, state.byte);
+      if (state.match < 0) state.match = states_[state.suffix].match;
+      queue.push_back(i);
     }
+  }
+}
+
+uint32_t StopAutomaton::child(uint32_t state, char byte) const {
+  uint32_t i = states_[state].first_child;
+  while (i != 0 && states_[i].byte != byte) i = states_[i].next_sibling;
+  return i;
+}
+
+uint32_t StopAutomaton::next(uint32_t state, char byte) const {
+  for (;;) {
+    const uint32_t longer = child(state, byte);
+    if (longer != 0 || state == 0) return longer;
+    state = states_[state].suffix;
   }
 }
 
@@ -65,29 +68,40 @@ std::string_view StopMatcher::held() const {
   return std::string_view(automaton_->stops_[state.path]).substr(0, state.depth);
 }
 
+void StopMatcher::let_out(std::string_view text, size_t length, std::string& out) const {
+  const std::string_view before = held();
+  out.append(before.substr(0, length));
+  if (length > before.size()) out.append(text.substr(0, length - before.size()));
+}
+
 int32_t StopMatcher::append(std::string_view text, std::string& out) {
   VL_ASSERT(!matched_);
-  const std::string_view before = held();
-  // Appends the first `length` bytes of what was held followed by `text`.
-  const auto let_out = [&](size_t length) {
-    out.append(before.substr(0, length));
-    if (length > before.size()) out.append(text.substr(0, length - before.size()));
-  };
-
+  const size_t num_held = held().size();
   uint32_t state = state_;
   for (size_t i = 0; i < text.size(); ++i) {
     state = automaton_->next(state, text[i]);
     const int32_t match = automaton_->states_[state].match;
     if (match < 0) continue;
     const size_t stop_length = include_stop_in_output_ ? 0 : automaton_->stops_[match].size();
-    let_out(before.size() + i + 1 - stop_length);
+    let_out(text, num_held + i + 1 - stop_length, out);
     matched_ = true;
     state_ = 0;
     return match;
   }
-  let_out(before.size() + text.size() - automaton_->states_[state].depth);
+  let_out(text, num_held + text.size() - automaton_->states_[state].depth, out);
   state_ = state;
   return -1;
+}
+
+void StopMatcher::pass(std::string_view text, std::string& out) {
+  VL_ASSERT(!matched_);
+  const std::vector<StopAutomaton::State>& states = automaton_->states_;
+  uint32_t state = state_;
+  for (const char byte : text) state = automaton_->next(state, byte);
+  // A whole stop string that is not the beginning of a longer one need not be held.
+  while (state != 0 && states[state].first_child == 0) state = states[state].suffix;
+  let_out(text, held().size() + text.size() - states[state].depth, out);
+  state_ = state;
 }
 
 int32_t StopMatcher::would_match(std::string_view text) const {

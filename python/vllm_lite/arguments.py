@@ -80,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     add = adder("model", engine_default)
     add("--dtype", "auto: the checkpoint's; bfloat16 for a quantised one",
         choices=["auto", "float32", "bfloat16", "float16"])  # fmt: skip
+    add("--chat-template", "file of a Jinja template to use in place of the model's",
+        metavar="FILE")  # fmt: skip
     add("--max-model-len", "prompt + output (default: the model's limit)", type=int,
         metavar="TOKENS")  # fmt: skip
 

@@ -43,6 +43,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str = DEFAULT_MODEL
     served_model_names: list[str] = []  # empty: the model as it was named
     dtype: DTypeName = "auto"
+    chat_template: str | None = None  # a file with the template to use in place of the model's
     max_model_len: int | None = None  # None: what the model allows
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048

@@ -5,6 +5,7 @@ stand on it.
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
+from vllm_lite.chat_template import load_chat_template
 from vllm_lite.clients import CoreClient, InProcessClient, ProcessClient
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineDeadError, EngineError, QueueFullError
@@ -83,6 +84,10 @@ class Engine:
         self.model_config = model_config
         self.tokenizer = tokenizer
         tokenizer.max_tokens = max_model_len
+        if config.chat_template is not None:
+            tokenizer.chat_template = load_chat_template(config.chat_template)
+        ends = (*model_config.eos_token_ids, *tokenizer.eos_token_ids)
+        self._eos_token_ids = tuple(dict.fromkeys(ends))
         self.client = client
         self.max_model_len = max_model_len
         self._requests: dict[int, RequestState] = {}
@@ -111,7 +116,7 @@ class Engine:
         key = self._next_key
         self._next_key += 1
         message = make_add_request(
-            key, ids, params, priority, salt, self.model_config.eos_token_ids, self.max_model_len
+            key, ids, params, priority, salt, self._eos_token_ids, self.max_model_len
         )
         self.client.send(message)
         self._requests[key] = RequestState(request_id, key, text, ids, params, self.tokenizer)

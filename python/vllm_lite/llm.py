@@ -94,9 +94,10 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The defaults with what the model's generation_config asks for."""
-        known = set(SamplingParams.__struct_fields__)
         defaults: dict[str, Any] = dict(self.engine.model_config.generation_defaults)
-        return SamplingParams(**{name: value for name, value in defaults.items() if name in known})
+        if "max_new_tokens" in defaults:
+            defaults["max_tokens"] = defaults.pop("max_new_tokens")
+        return SamplingParams(**defaults)
 
     def close(self) -> None:
         self.engine.close()

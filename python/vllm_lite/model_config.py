@@ -213,6 +213,8 @@ def _generation_defaults(generation: Fields) -> dict[str, float]:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise generation.error(name, "it must be a number")
+        if name == "max_new_tokens" and (not isinstance(value, int) or value < 1):
+            raise generation.error(name, "it must be an integer of at least 1")
         found[name] = value
     return found
 

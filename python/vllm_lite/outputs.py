@@ -36,4 +36,6 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: None = None  # not computed
+    metrics: None = None  # per request; the engine's are in ``Engine.stats`` and /metrics
     error: str | None = None  # why the request failed; its samples then end with "error"

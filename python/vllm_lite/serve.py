@@ -20,6 +20,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from vllm_lite import log
 from vllm_lite.arguments import parse
 from vllm_lite.channel import ChannelClosed, Child
+from vllm_lite.chat_template import load_chat_template
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.model_config import ModelConfig, load_model_config
@@ -47,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         model_config = load_model_config(files)
         # The same checks as in the children, before any of them is started.
         resolved = config.resolve(model_config)
+        if config.chat_template is not None:
+            load_chat_template(config.chat_template)
     except (ValueError, OSError) as error:
         print(f"vllm-lite serve: {error}", file=sys.stderr)
         return 1

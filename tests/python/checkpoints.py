@@ -6,9 +6,10 @@ from typing import Any
 import torch
 import transformers
 
+from vllm_lite.config import resolve_dtype_name
 from vllm_lite.model_config import load_model_config
 from vllm_lite.model_files import ModelFiles
-from vllm_lite.models import CausalLM, ForwardBatch, load_model, resolve_dtype
+from vllm_lite.models import CausalLM, ForwardBatch, load_model
 
 VOCAB_SIZE = 131
 
@@ -62,7 +63,7 @@ def save(model: Any, directory: Path, **options: Any) -> ModelFiles:
 def load(files: ModelFiles, max_model_len: int | None = None, dtype: str = "float32") -> CausalLM:
     config = load_model_config(files)
     limit = max_model_len or config.max_position_embeddings
-    return load_model(files, config, resolve_dtype(dtype, config), limit)
+    return load_model(files, config, getattr(torch, resolve_dtype_name(dtype, config)), limit)
 
 
 def prompt(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:

@@ -63,6 +63,21 @@ def test_cache_host_part_and_kernels_do_not_include_each_other() -> None:
                 assert (name in CACHE_KERNEL_HEADERS) == is_kernel, f"{path} includes {name}"
 
 
+def test_libraries_link_only_what_their_folder_may_include() -> None:
+    folder_of = {}
+    links = {}
+    for folder in ALLOWED:
+        text = (CSRC / folder / "CMakeLists.txt").read_text()
+        for name in re.findall(r"vl_library\((\w+)\)", text):
+            folder_of[name] = folder
+        for name, linked in re.findall(r"target_link_libraries\((\w+) \w+ ([^)]*)\)", text):
+            links[name] = [word for word in linked.split() if word.startswith("vl_")]
+    assert set(folder_of.values()) == set(ALLOWED) - {"bindings"}
+    for name, linked in links.items():
+        for other in linked:
+            assert folder_of[other] in ALLOWED[folder_of.get(name, "bindings")], (name, other)
+
+
 def test_no_pickle_in_the_package() -> None:
     pattern = re.compile(r"\b(pickle|cloudpickle|marshal|dill|shelve)\b|torch\.load\b")
     for path in (ROOT / "python").rglob("*.py"):

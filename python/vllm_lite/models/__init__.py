@@ -9,11 +9,11 @@ from vllm_lite.layers.batch import ForwardBatch
 from vllm_lite.loader.gguf import GgufCheckpoint
 from vllm_lite.loader.safetensors import SafetensorsCheckpoint
 from vllm_lite.loader.weights import Checkpoint, ProgressCallback, load_weights
-from vllm_lite.model_config import DTYPES, ModelConfig
+from vllm_lite.model_config import ModelConfig
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.models.llama import LlamaForCausalLM
 
-__all__ = ["CausalLM", "ForwardBatch", "load_model", "resolve_dtype"]
+__all__ = ["CausalLM", "ForwardBatch", "load_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,22 +36,6 @@ class CausalLM(Protocol):
 
         kv_arena: ``[num_layers, num_blocks, 2, num_kv_heads, block_size, head_size]`` of ``dtype``.
         """
-
-
-def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
-    """The dtype to compute in.
-
-    ``auto`` is the checkpoint's own; quantized weights count as bfloat16. Nothing else changes a
-    dtype: what is asked for is what is used. Raises ValueError for a name that is not auto,
-    float32, bfloat16 or float16.
-    """
-    if name == "auto":
-        name = "bfloat16" if config.checkpoint_dtype == "quantized" else config.checkpoint_dtype
-    if name not in DTYPES:
-        raise ValueError(f"dtype is {name!r}; supported: auto, {', '.join(DTYPES)}")
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def load_model(

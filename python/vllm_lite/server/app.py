@@ -1,6 +1,5 @@
 """The routes."""
 
-import importlib.metadata
 from collections.abc import Callable
 
 import msgspec
@@ -17,25 +16,18 @@ from vllm_lite.server.generation import GenerationResponse, Job, Renderer
 from vllm_lite.server.options import ServerOptions
 from vllm_lite.server.protocol import ModelCard, ModelList
 from vllm_lite.server.state import ServerState
+from vllm_lite.version import __version__
 
 Prepare = Callable[[ServerState, bytes], tuple[Job, Renderer]]
-
-
-def package_version() -> str:
-    try:
-        return importlib.metadata.version("vllm-lite")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
-        return "unknown"
 
 
 def create_app(engine: EngineLike, options: ServerOptions | None = None) -> FastAPI:
     """The ASGI application; its ``ServerState`` is ``app.state.server``."""
     state = ServerState(engine, options or ServerOptions())
-    version = package_version()
     # The documentation pages load scripts from other hosts; the document itself is served.
     app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = state
-    openapi.install(app, version)
+    openapi.install(app, __version__)
     app.add_middleware(Gateway, state=state)
     if state.options.cors_origins:
         from starlette.middleware.cors import CORSMiddleware
@@ -48,11 +40,11 @@ def create_app(engine: EngineLike, options: ServerOptions | None = None) -> Fast
         )
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    _add_routes(app, state, version)
+    _add_routes(app, state)
     return app
 
 
-def _add_routes(app: FastAPI, state: ServerState, version: str) -> None:
+def _add_routes(app: FastAPI, state: ServerState) -> None:
     engine = state.engine
     config = engine.config
 
@@ -102,7 +94,7 @@ def _add_routes(app: FastAPI, state: ServerState, version: str) -> None:
 
     @app.get("/version")
     async def show_version() -> Response:
-        return _json({"version": version})
+        return _json({"version": __version__})
 
     @app.get("/metrics", openapi_extra=openapi.text("Prometheus text format"))
     async def metrics() -> Response:

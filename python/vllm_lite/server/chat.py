@@ -74,7 +74,13 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "ChatRenderer"]:
     logprobs = _logprobs(request)
     check_choices(1, request.n or 1, state.options.max_choices, "n")
     token_ids = _encode(state, request)
-    length = output_length(request, len(token_ids), engine.config.max_model_len, None, "messages")
+    length = output_length(
+        request,
+        len(token_ids),
+        engine.config.max_model_len,
+        engine.model_config.generation_defaults.get("max_new_tokens"),
+        "messages",
+    )
     check_token_ids(token_ids, engine.model_config.vocab_size, "messages")
     params = sampling_params(request, engine, logprobs=logprobs, max_tokens=length)
     options = request.stream_options

@@ -211,6 +211,20 @@ TEST_F(EngineStop, MinTokensHidesEosAndStopStrings) {
   EXPECT_EQ(sample.stop_string, "stop");
 }
 
+TEST_F(EngineStop, AStopStringThatEndsAtMinTokensMayBeginBefore) {
+  RequestInput input = scripted({kStop, kSt, kOp, kSt, kOp, kB});
+  input.stops = {"stop"};
+  input.min_tokens = 3;
+  const Sample& sample = run(input);
+  EXPECT_EQ(sample.tokens.size(), 3U);
+  EXPECT_EQ(sample.text, "stop");
+  EXPECT_EQ(sample.stop_string, "stop");
+  input = scripted({kStop, kSt, kOp, kSt, kOp, kB});
+  input.stops = {"stop", "stopstopst"};
+  input.min_tokens = 4;
+  EXPECT_EQ(run(input).text, "");
+}
+
 TEST_F(EngineStop, EndBeforeMinTokensFindsNoStopString) {
   config_.scheduler.max_model_len = 10;
   RequestInput input = scripted({kStop, kA, kStop, kA, kStop});

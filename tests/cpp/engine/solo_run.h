@@ -104,15 +104,16 @@ inline Decoded decode(const std::vector<TokenId>& tokens, const Vocabulary& voca
   return {settled + run.settled, run.tail};
 }
 
-// The stop string that ends first, of those the longest: its index and where it begins.
+// The stop string that ends first after `from`, of those the longest: its index and its beginning.
 inline std::optional<std::pair<size_t, size_t>> find_stop(const std::string& text, size_t from,
                                                           const std::vector<std::string>& stops) {
   std::optional<std::pair<size_t, size_t>> best;
   size_t best_end = 0;
   for (size_t i = 0; i < stops.size(); ++i) {
-    const size_t at = text.find(stops[i], from);
+    const size_t size = stops[i].size();
+    const size_t at = text.find(stops[i], from < size ? 0 : from + 1 - size);
     if (at == std::string::npos) continue;
-    const size_t end = at + stops[i].size();
+    const size_t end = at + size;
     if (!best || end < best_end || (end == best_end && at < best->second)) {
       best = {i, at};
       best_end = end;

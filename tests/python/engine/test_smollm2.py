@@ -7,12 +7,13 @@ equal here, and logprobs equal to 1e-3, not in every bit.
 
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from engine.smollm2 import PROMPTS, reference_logits
 from vllm_lite import LLM, RequestOutput, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=2)
-SHORT = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,18 @@ def batch(llm: LLM) -> list[RequestOutput]:
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def assert_same(outputs: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    """Equal tokens, logprobs within 1e-3, as far as the shorter of the two goes."""
+    for output, other in zip(outputs, expected, strict=True):
+        ours, theirs = output.outputs[0], other.outputs[0]
+        count = min(len(ours.token_ids), len(theirs.token_ids))
+        assert ours.token_ids[:count] == theirs.token_ids[:count]
+        for position, token in enumerate(ours.token_ids[:count]):
+            ours_here = ours.logprobs[position][token].logprob
+            theirs_here = theirs.logprobs[position][token].logprob
+            assert ours_here == pytest.approx(theirs_here, abs=1e-3)
 
 
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(batch: list[RequestOutput]) -> None:
@@ -58,8 +71,8 @@ def test_text_is_the_tokenizers_decode(llm: LLM, batch: list[RequestOutput]) -> 
 
 
 def test_alone_gives_the_tokens_of_the_batch(llm: LLM, batch: list[RequestOutput]) -> None:
-    for prompt, expected in zip(PROMPTS, tokens(batch), strict=True):
-        assert tokens(llm.generate(prompt, SHORT, use_tqdm=False)) == [expected[:24]]
+    for prompt, expected in zip(PROMPTS, batch, strict=True):
+        assert_same(llm.generate(prompt, SHORT, use_tqdm=False), [expected])
 
 
 def test_prefix_hit_gives_the_same_tokens(llm: LLM) -> None:
@@ -73,7 +86,7 @@ def test_prefix_hit_gives_the_same_tokens(llm: LLM) -> None:
     llm.generate(prompts[0], SHORT, use_tqdm=False)
     warm = llm.generate(prompts, SHORT, use_tqdm=False)
     assert all(output.num_cached_tokens >= 32 for output in warm)
-    assert tokens(warm) == tokens(cold)
+    assert_same(warm, cold)
 
 
 @pytest.mark.parametrize(
@@ -96,13 +109,27 @@ def test_other_scheduling_gives_the_same_tokens(
     with LLM("smollm2", dtype="float32", **{"max_model_len": 512, **options}) as other:
         outputs = other.generate(PROMPTS, GREEDY, use_tqdm=False)
         stats = other.engine.stats()
-    assert tokens(outputs) == tokens(batch)
+    assert_same(outputs, batch)
     if "kv_cache_memory" in options:
         assert stats.num_preemptions > 0
     assert stats.num_running == stats.num_waiting == stats.kv_used_blocks == 0
     for output in outputs:  # nothing lost, nothing doubled
         sample = output.outputs[0]
         assert sample.text == other.get_tokenizer().decode(sample.token_ids)
+
+
+def test_repetition_penalty_is_that_of_transformers(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, repetition_penalty=1.2)
+    output = llm.generate(PROMPTS[0], params, use_tqdm=False)[0]
+    ids = output.outputs[0].token_ids
+    logits = reference_logits(output.prompt_token_ids, ids)
+    seen = list(output.prompt_token_ids)
+    for position, token in enumerate(ids):
+        penalised = RepetitionPenaltyLogitsProcessor(1.2)(
+            torch.tensor([seen]), logits[position][None].clone()
+        )[0]
+        assert penalised.max() - penalised[token] < 1e-3
+        seen.append(token)
 
 
 def test_chat_answers_sensibly(llm: LLM) -> None:

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from checkpoints import make_model, save
+from vllm_lite.config import EngineConfig, resolve_dtype_name
 from vllm_lite.model_config import ModelConfig, load_model_config
 from vllm_lite.model_files import ModelFiles
-from vllm_lite.models import resolve_dtype
 
 PLAIN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -197,6 +197,8 @@ def test_generation_defaults(tmp_path: Path) -> None:
     assert config.generation_defaults == {"temperature": 0.6, "top_k": 20}
     with pytest.raises(ValueError, match=r"generation_config\.json: top_p"):
         read(tmp_path, {"top_p": "high"})
+    with pytest.raises(ValueError, match=r"generation_config\.json: max_new_tokens"):
+        read(tmp_path, {"max_new_tokens": 0})
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -211,15 +213,15 @@ def test_fields_as_transformers_reads_them(family: str, dtype: torch.dtype, tmp_
     assert config.rope.theta == expected.rope_parameters["rope_theta"]
     assert config.max_position_embeddings == expected.max_position_embeddings
     assert config.tie_word_embeddings == expected.tie_word_embeddings
-    assert resolve_dtype("auto", config) == dtype
+    assert resolve_dtype_name("auto", config) == str(dtype).removeprefix("torch.")
 
 
 def test_dtype_rule(tmp_path: Path) -> None:
     config = read(tmp_path)
-    assert resolve_dtype("auto", config) == torch.bfloat16
-    assert resolve_dtype("float16", config) == torch.float16
-    with pytest.raises(ValueError, match="dtype is 'int8'"):
-        resolve_dtype("int8", config)
+    assert resolve_dtype_name("auto", config) == "bfloat16"
+    assert resolve_dtype_name("float16", config) == "float16"
+    with pytest.raises(ValueError, match=r"dtype must be one of .*'int8'"):
+        EngineConfig(dtype="int8")
 
 
 def test_without_a_dtype_field_the_weights_tell(tmp_path: Path) -> None:

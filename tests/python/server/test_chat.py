@@ -194,3 +194,10 @@ def test_null_means_left_out(client: Client) -> None:
         assert client.chat(**{name: None}).status_code == 200, name
     assert client.chat(**dict.fromkeys(names)).status_code == 200
     assert all(call.params == client.engine.calls[0].params for call in client.engine.calls)
+
+
+def test_length_is_the_models_default_unless_asked(client: Client) -> None:
+    client.engine.model_config.generation_defaults = {"max_new_tokens": 7}
+    client.chat()
+    client.chat(max_tokens=9)
+    assert [call.params.max_tokens for call in client.engine.calls] == [7, 9]
