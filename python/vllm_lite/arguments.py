@@ -80,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     add = adder("model", engine_default)
     add("--dtype", "auto: the checkpoint's; bfloat16 for a quantised one",
         choices=["auto", "float32", "bfloat16", "float16"])  # fmt: skip
+    add("--device", "auto: cuda where there is an NVIDIA driver, else cpu",
+        choices=["auto", "cpu", "cuda"])  # fmt: skip
     add("--chat-template", "file of a Jinja template to use in place of the model's",
         metavar="FILE")  # fmt: skip
     add("--max-model-len", "prompt + output (default: the model's limit)", type=int,
@@ -91,8 +93,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-chunk-tokens", "tokens of one sequence in one step; 0: no limit of its own",
         type=int, metavar="N")  # fmt: skip
     add("--max-num-waiting", "sequences that wait; more get 429", type=int, metavar="N")
-    add("--kv-cache-memory", "memory of the KV cache, such as 512M or 4G (default: 1G)",
-        type=_bytes, metavar="BYTES")  # fmt: skip
+    add("--kv-cache-memory", "memory of the KV cache, such as 512M or 4G (default: 1G on a CPU, "
+        "what is left on a GPU)", type=_bytes, metavar="BYTES")  # fmt: skip
+    add("--gpu-memory-utilization", "share of the GPU's memory to use", type=float,
+        metavar="SHARE")  # fmt: skip
+    add("--enforce-eager", "no CUDA graphs", action="store_true")
     add("--block-size", "tokens in a KV block", type=int, metavar="TOKENS")
     add("--no-prefix-caching", "do not share the KV of equal prompt beginnings",
         dest="enable_prefix_caching", action="store_false", default=True)  # fmt: skip

@@ -50,6 +50,7 @@ def make_core(
     tokenizer: Tokenizer,
     num_clients: int,
 ) -> _core.EngineCore:
+    assert resolved.num_blocks is not None
     table = tokenizer.token_table()
     return _core.EngineCore(
         max_num_seqs=config.max_num_seqs,
@@ -95,8 +96,10 @@ class InProcessClient:
         # Imports torch, which front ends with a worker elsewhere do without.
         from vllm_lite.worker.worker import Worker
 
-        self._core: _core.EngineCore = make_core(config, resolved, model_config, tokenizer, 1)
         self._worker: Worker = Worker(config, resolved, files, model_config, progress)
+        self._core: _core.EngineCore = make_core(
+            config, self._worker.resolved, model_config, tokenizer, 1
+        )
         self._is_closed = False
 
     def send(self, message: AddRequest | AbortRequests) -> None:

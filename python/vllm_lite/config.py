@@ -10,12 +10,15 @@ from vllm_lite.model_config import ModelConfig
 from vllm_lite.model_files import DEFAULT_MODEL
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DeviceName = Literal["auto", "cpu", "cuda"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 # KV memory on CPU unless --kv-cache-memory says otherwise. Pages are touched only when they are
 # used.
 DEFAULT_KV_CACHE_MEMORY = 1 << 30
+
+_NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second under WSL
 
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
@@ -33,6 +36,7 @@ _LEAST = {
 _OPTIONAL = frozenset({"max_model_len", "kv_cache_memory", "num_threads"})
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "device": ("auto", "cpu", "cuda"),
     "scheduling_policy": ("fcfs", "priority"),
 }
 
@@ -43,6 +47,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str = DEFAULT_MODEL
     served_model_names: list[str] = []  # empty: the model as it was named
     dtype: DTypeName = "auto"
+    device: DeviceName = "auto"  # auto: cuda where there is an NVIDIA driver, else cpu
     chat_template: str | None = None  # a file with the template to use in place of the model's
     max_model_len: int | None = None  # None: what the model allows
     max_num_seqs: int = 256
@@ -50,7 +55,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_num_waiting: int = 4096  # sequences in the waiting queue; more are refused with 429
     max_chunk_tokens: int = 0  # tokens of one sequence in one step; 0: only the budget limits it
     block_size: int = 16  # tokens in a KV block
-    kv_cache_memory: int | None = None  # bytes; None: DEFAULT_KV_CACHE_MEMORY
+    # Bytes; None: DEFAULT_KV_CACHE_MEMORY on the CPU, what the worker finds free on a GPU.
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9  # of the GPU's memory, for weights, activations and KV
+    enforce_eager: bool = False  # no CUDA graphs
     enable_prefix_caching: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     num_threads: int | None = None  # of the worker; None: the cores this process may use
@@ -70,9 +78,13 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(
                     f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
                 )
-        if not isinstance(self.enable_prefix_caching, bool):
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
-                f"enable_prefix_caching must be true or false, got {self.enable_prefix_caching!r}"
+                "gpu_memory_utilization must be above 0 and at most 1, got "
+                f"{self.gpu_memory_utilization}"
             )
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
@@ -90,7 +102,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The numbers that follow from these options and the model.
 
         Raises ``ValueError`` if ``max_model_len`` exceeds the model's limit or does not fit into
-        the KV memory.
+        the KV memory, or if the device cannot compute in the dtype.
         """
         limit = model.max_position_embeddings
         max_model_len = limit if self.max_model_len is None else self.max_model_len
@@ -98,13 +110,21 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"max_model_len {max_model_len} is more than the {limit} positions of the model"
             )
+        device = resolve_device_name(self.device)
         dtype = resolve_dtype_name(self.dtype, model)
+        if device == "cuda" and dtype == "float32":
+            raise ValueError(
+                "dtype float32 is not supported on CUDA: use --dtype bfloat16 or float16, or "
+                "--device cpu"
+            )
         block_bytes = (
             2 * model.num_layers * model.num_kv_heads * self.block_size * model.head_size
         ) * DTYPE_BYTES[dtype]
-        memory = self.kv_cache_memory or DEFAULT_KV_CACHE_MEMORY
-        num_blocks = memory // block_bytes
-        if num_blocks * self.block_size < max_model_len:
+        memory = self.kv_cache_memory
+        if memory is None and device == "cpu":
+            memory = DEFAULT_KV_CACHE_MEMORY
+        num_blocks = None if memory is None else memory // block_bytes
+        if num_blocks is not None and num_blocks * self.block_size < max_model_len:
             needed = -(-max_model_len // self.block_size) * block_bytes
             raise ValueError(
                 f"one request of max_model_len {max_model_len} tokens needs {needed} bytes of "
@@ -112,14 +132,19 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 f"{num_blocks * self.block_size}, or --kv-cache-memory to at least {needed}"
             )
         return ResolvedConfig(
-            dtype=dtype, max_model_len=max_model_len, num_blocks=num_blocks, block_bytes=block_bytes
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_bytes=block_bytes,
         )
 
 
 class ResolvedConfig(msgspec.Struct, frozen=True):
+    device: str  # cpu or cuda
     dtype: str  # float32, bfloat16 or float16
     max_model_len: int
-    num_blocks: int
+    num_blocks: int | None  # None: for the worker to find out
     block_bytes: int  # K and V of one block in all layers
 
 
@@ -128,6 +153,15 @@ def resolve_dtype_name(name: DTypeName, model: ModelConfig) -> str:
     if name != "auto":
         return name
     return "bfloat16" if model.checkpoint_dtype == "quantized" else model.checkpoint_dtype
+
+
+def resolve_device_name(name: DeviceName) -> str:
+    """``auto`` is cuda if the NVIDIA driver is loaded. Nothing else changes a device: what is asked
+    for is what is used.
+    """
+    if name != "auto":
+        return name
+    return "cuda" if any(map(os.path.exists, _NVIDIA_DEVICES)) else "cpu"
 
 
 def available_cores() -> int:

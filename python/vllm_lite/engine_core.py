@@ -33,9 +33,12 @@ def serve(channel: Channel) -> None:
     files = ModelFiles(Path(options["model_path"]))
     model_config = load_model_config(files)
     addresses: list[str] = options["client_addresses"]
-    core = make_core(
-        config, config.resolve(model_config), model_config, load_tokenizer(files), len(addresses)
-    )
+    tokenizer = load_tokenizer(files)
+    resolved = config.resolve(model_config)
+    if resolved.num_blocks is None:
+        config.kv_cache_memory = channel.receive()["bytes"]
+        resolved = config.resolve(model_config)
+    core = make_core(config, resolved, model_config, tokenizer, len(addresses))
     context = zmq.Context()
     pull = _socket(context, zmq.PULL)
     pull.bind(options["address"])

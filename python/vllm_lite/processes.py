@@ -152,6 +152,11 @@ def wait_ready(
             message = receive_status(by_fd[fd])
             if message["event"] == "ready":
                 waiting.discard(fd)
+            elif message["event"] == "kv_cache_memory":
+                # The worker has measured what the engine core waits for.
+                for child in children:
+                    if child.role == "engine core":
+                        child.channel.send(message)
             elif message["event"] == "progress" and progress is not None:
                 progress(message["done"], message["total"])
     return True

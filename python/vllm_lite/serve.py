@@ -121,19 +121,11 @@ class _Supervisor:
         except ChannelClosed:
             raise EngineDeadError(why_it_ended(self._api)) from None
         logger.info("ready after %.1f s", time.monotonic() - began)
-        self._announce(resolved, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        self._announce(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         return self._watch(processes, self._api)
 
-    def _announce(self, resolved: ResolvedConfig, url: str) -> None:
+    def _announce(self, url: str) -> None:
         name = self._config.served_model_names[0]
-        gigabytes = resolved.num_blocks * resolved.block_bytes / 2**30
-        logger.info(
-            "dtype %s, max_model_len %d, KV cache %.2f GiB (%d tokens)",
-            resolved.dtype,
-            resolved.max_model_len,
-            gigabytes,
-            resolved.num_blocks * self._config.block_size,
-        )
         key = " -H 'Authorization: Bearer KEY'" if self._options.api_keys else ""
         print(
             f"serving {name} at {url} - try:\n"

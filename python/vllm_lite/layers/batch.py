@@ -1,8 +1,16 @@
 """What a forward step computes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What the CUDA attention kernels are given beside the batch; see ``ops.plan_attention``."""
+
+    plan: torch.Tensor  # int32, on the device
+    workspace: torch.Tensor  # float32, shared by all layers
 
 
 @dataclass(slots=True)
@@ -16,4 +24,8 @@ class ForwardBatch:
     seq_lens: torch.Tensor  # int32 [num_seqs], tokens with KV, this step's included
     rows: torch.Tensor  # int32 [num_seqs], row of block_tables
     block_tables: torch.Tensor  # int32 [max_rows, max_blocks]
-    logits_indices: torch.Tensor  # int64 [num_logits], tokens whose logits are wanted
+    logits_indices: torch.Tensor  # int32 or int64 [num_logits], tokens whose logits are wanted
+    # int32 [max_rows]: what each row sampled last, for the token ids that are placeholders.
+    last_tokens: torch.Tensor | None = None
+    # By sliding window of the layer; empty on the CPU, which plans by itself.
+    attention_plans: dict[int, AttentionPlan] = field(default_factory=dict)

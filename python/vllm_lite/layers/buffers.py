@@ -13,7 +13,7 @@ class StepBuffers:
     tensor but the logits.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         self._head_size = config.head_size
         query_size = config.num_heads * config.head_size
@@ -25,6 +25,7 @@ class StepBuffers:
             config.intermediate_size,
         )
         self._dtype = dtype
+        self._device = device
         self._memory: list[torch.Tensor] = []
         self._capacity = -1
         self.num_tokens = -1
@@ -36,7 +37,8 @@ class StepBuffers:
             return
         if num_tokens > self._capacity:
             self._memory = [
-                torch.empty(num_tokens, size, dtype=self._dtype) for size in self._sizes
+                torch.empty(num_tokens, size, dtype=self._dtype, device=self._device)
+                for size in self._sizes
             ]
             self._capacity = num_tokens
         views = [memory[:num_tokens] for memory in self._memory]

@@ -32,6 +32,13 @@ class Linear:
 
     def __call__(self, out: torch.Tensor, input: torch.Tensor) -> None:
         """input: ``[num_tokens, in_features]``; out: ``[num_tokens, rows]``."""
+        if input.is_cuda:
+            # linear(out=) would make a tensor of its own and copy it.
+            if self.bias is None:
+                torch.mm(input, self.weight.t(), out=out)
+            else:
+                torch.addmm(self.bias, input, self.weight.t(), out=out)
+            return
         torch.nn.functional.linear(
             input,
             self.weight,

@@ -74,7 +74,12 @@ def load_weights(
     total = sum(checkpoint.num_bytes(name) for name in wanted)
     done = 0
     for name, slot in wanted.items():
-        checkpoint.read(name, slot.target)
+        if slot.target.device.type == "cpu":
+            checkpoint.read(name, slot.target)
+        else:
+            staging = torch.empty_like(slot.target, device="cpu")
+            checkpoint.read(name, staging)
+            slot.target.copy_(staging)
         # float16 ends at 65504; an infinity here would only show as nonsense much later.
         if slot.target.dtype == torch.float16 and not bool(slot.target.isfinite().all()):
             raise ValueError(

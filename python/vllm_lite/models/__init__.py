@@ -17,6 +17,8 @@ __all__ = ["CausalLM", "ForwardBatch", "load_model"]
 
 logger = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
+
 _MODELS = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
@@ -44,8 +46,9 @@ def load_model(
     dtype: torch.dtype,
     max_model_len: int,
     progress: ProgressCallback | None = None,
+    device: torch.device = CPU,
 ) -> CausalLM:
-    """Loads the weights, converted to ``dtype`` one tensor at a time.
+    """Loads the weights onto ``device``, converted to ``dtype`` one tensor at a time.
 
     max_model_len: positions are below it; it fixes the size of the rope table and the base of
     dynamic rope.
@@ -62,7 +65,9 @@ def load_model(
         GgufCheckpoint(files, config) if files.is_gguf else SafetensorsCheckpoint(files.path)
     )
     try:
-        model = _MODELS[config.architecture](config, dtype, max_model_len, checkpoint.rope_divisors)
+        model = _MODELS[config.architecture](
+            config, dtype, max_model_len, device, checkpoint.rope_divisors
+        )
         load_weights(model.slots(), checkpoint, model.is_ignorable, progress)
     finally:
         checkpoint.close()

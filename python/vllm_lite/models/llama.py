@@ -43,15 +43,18 @@ class LlamaForCausalLM:
         config: ModelConfig,
         dtype: torch.dtype,
         max_model_len: int,
+        device: torch.device,
         rope_divisors: torch.Tensor | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
-        allocate = WeightMemory(dtype)
-        cos_sin = cos_sin_table(config.rope, max_model_len, rope_divisors)
-        # Logits are float32: rounded to bfloat16, the likeliest tokens are often equal. A tied
-        # embedding is the head's matrix, and reading it rounds to the model's dtype.
-        allocate_head = WeightMemory(torch.float32)
+        allocate = WeightMemory(dtype, device)
+        cos_sin = cos_sin_table(config.rope, max_model_len, rope_divisors).to(device)
+        # Logits are float32: rounded to bfloat16, the likeliest tokens are often equal. cuBLAS
+        # writes float32 from 16-bit operands; on the CPU the head's matrix has to be float32. A
+        # tied embedding is the head's matrix, and reading it rounds to the model's dtype.
+        head_dtype = torch.float32 if device.type == "cpu" else dtype
+        allocate_head = WeightMemory(head_dtype, device)
         allocate_embedding = allocate_head if config.tie_word_embeddings else allocate
         self._embedding = allocate_embedding(config.vocab_size, config.hidden_size)
         self._layers = [
@@ -64,7 +67,7 @@ class LlamaForCausalLM:
             if config.tie_word_embeddings
             else allocate_head(config.vocab_size, config.hidden_size)
         )
-        self._buffers = StepBuffers(config, dtype)
+        self._buffers = StepBuffers(config, dtype, device)
         self._kv_arena: torch.Tensor | None = None
         self._kv_caches: tuple[torch.Tensor, ...] = ()
 
@@ -112,4 +115,6 @@ class LlamaForCausalLM:
     ) -> torch.Tensor:
         last = added.index_select(0, indices)
         self._final_norm(last, last, residual.index_select(0, indices))
+        if last.is_cuda:
+            return torch.mm(last, self._lm_head.t(), out_dtype=torch.float32)
         return torch.nn.functional.linear(last.float(), self._lm_head)

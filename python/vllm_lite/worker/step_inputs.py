@@ -1,0 +1,98 @@
+"""The tensors of a step's forward pass, in one buffer that reaches the device in one copy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_lite.layers.batch import AttentionPlan, ForwardBatch
+from vllm_lite.worker.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class InputSizes:
+    """Sizes of the sections; at least those of the plans that are loaded."""
+
+    num_tokens: int
+    num_seqs: int
+    num_logits: int
+    plan_words: int = 0  # of each attention plan
+
+
+class StepInputs:
+    """Sections at fixed places of an int32 buffer.
+
+    What a plan does not fill is padding that computes nothing that anybody reads: tokens whose KV
+    is stored nowhere, sequences without tokens. So a CUDA graph that was captured over the buffer
+    serves every decode step up to its sizes.
+    """
+
+    def __init__(
+        self,
+        sizes: InputSizes,
+        windows: tuple[int, ...],
+        workspace: torch.Tensor | None,
+        block_tables: torch.Tensor,
+        last_tokens: torch.Tensor,
+    ) -> None:
+        """windows: the sliding windows of the model's layers that need a plan each."""
+        self.sizes = sizes
+        self._windows = windows
+        tokens, seqs, logits = sizes.num_tokens, sizes.num_seqs, sizes.num_logits
+        # Slots are 64-bit, hence first.
+        lengths = [2 * tokens, tokens, tokens, seqs + 1, seqs, seqs, logits, logits, logits]
+        lengths += [sizes.plan_words] * len(windows)
+        self._starts = np.cumsum([0, *lengths]).tolist()
+        device = block_tables.device
+        self._words = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
+        parts = self._split(self._words)
+        self.sample_rows, self.sample_positions = parts[7], parts[8]
+        self.batch = ForwardBatch(
+            token_ids=parts[1],
+            positions=parts[2],
+            slot_mapping=parts[0].view(torch.int64),
+            query_start=parts[3],
+            seq_lens=parts[4],
+            rows=parts[5],
+            block_tables=block_tables,
+            logits_indices=parts[6],
+            last_tokens=last_tokens,
+            attention_plans={
+                window: AttentionPlan(part, workspace)
+                for window, part in zip(windows, parts[9:], strict=True)
+                if workspace is not None
+            },
+        )
+
+    def _split(self, words: torch.Tensor) -> list[torch.Tensor]:
+        starts = self._starts
+        return [words[b:e] for b, e in zip(starts[:-1], starts[1:], strict=True)]
+
+    def load(self, plan: StepPlan, attention_plans: Mapping[int, torch.Tensor]) -> None:
+        """Copies a plan's tensors and, by window, its attention plans onto the device."""
+        sizes = self.sizes
+        assert plan.num_tokens <= sizes.num_tokens and plan.num_seqs <= sizes.num_seqs
+        on_device = self._words.is_cuda
+        # Pinned memory comes from torch's cache, which keeps it until the copy has been made.
+        staging = torch.empty(len(self._words), dtype=torch.int32, pin_memory=on_device)
+        parts = self._split(staging)
+        for part, values, padding in (
+            (parts[0].view(torch.int64), plan.slot_mapping, -1),
+            (parts[1], plan.token_ids, 0),
+            (parts[2], plan.positions, 0),
+            (parts[3], plan.query_start, plan.num_tokens),
+            (parts[4], plan.seq_lens, 0),
+            (parts[5], plan.rows, 0),
+            (parts[6], plan.logits_indices, 0),
+            (parts[7], plan.sample_rows, 0),
+            (parts[8], plan.sample_positions, 0),
+            *(
+                (part, attention_plans[window], 0)
+                for window, part in zip(self._windows, parts[9:], strict=True)
+            ),
+        ):
+            count = len(values)
+            part[:count] = values
+            part[count:] = padding
+        self._words.copy_(staging, non_blocking=on_device)
