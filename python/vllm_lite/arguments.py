@@ -80,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     add = adder("model", engine_default)
     add("--dtype", "auto: the checkpoint's; bfloat16 for a quantised one",
         choices=["auto", "float32", "bfloat16", "float16"])  # fmt: skip
+    add("--load-format", "dummy: random weights, for measurements; only config.json and the "
+        "tokenizer are read", choices=["auto", "dummy"])  # fmt: skip
     add("--device", "auto: cuda where there is an NVIDIA driver, else cpu",
         choices=["auto", "cpu", "cuda"])  # fmt: skip
     add("--chat-template", "file of a Jinja template to use in place of the model's",

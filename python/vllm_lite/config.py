@@ -37,6 +37,7 @@ _OPTIONAL = frozenset({"max_model_len", "kv_cache_memory", "num_threads"})
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "device": ("auto", "cpu", "cuda"),
+    "load_format": ("auto", "dummy"),
     "scheduling_policy": ("fcfs", "priority"),
 }
 
@@ -46,6 +47,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str = DEFAULT_MODEL
     served_model_names: list[str] = []  # empty: the model as it was named
+    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, for measurements
     dtype: DTypeName = "auto"
     device: DeviceName = "auto"  # auto: cuda where there is an NVIDIA driver, else cpu
     chat_template: str | None = None  # a file with the template to use in place of the model's

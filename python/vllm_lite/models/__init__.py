@@ -1,6 +1,7 @@
 """Models: from a checkpoint to something that computes logits."""
 
 import logging
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -47,12 +48,14 @@ def load_model(
     max_model_len: int,
     progress: ProgressCallback | None = None,
     device: torch.device = CPU,
+    random_weights: bool = False,
 ) -> CausalLM:
     """Loads the weights onto ``device``, converted to ``dtype`` one tensor at a time.
 
     max_model_len: positions are below it; it fixes the size of the rope table and the base of
     dynamic rope.
     progress: called with (bytes of the checkpoint done, bytes in all) after each tensor.
+    random_weights: no weights are read; for measurements.
     Raises ValueError naming file and tensor (or field) for weights that are missing, surplus,
     damaged or do not fit the configuration.
     """
@@ -61,13 +64,14 @@ def load_model(
             f"max_model_len is {max_model_len}; {files.path} allows 1 to "
             f"{config.max_position_embeddings} (after rope scaling)"
         )
+    make = partial(_MODELS[config.architecture], config, dtype, max_model_len, device)
+    if random_weights:
+        return _with_random_weights(make())
     checkpoint: Checkpoint = (
         GgufCheckpoint(files, config) if files.is_gguf else SafetensorsCheckpoint(files.path)
     )
     try:
-        model = _MODELS[config.architecture](
-            config, dtype, max_model_len, device, checkpoint.rope_divisors
-        )
+        model = make(checkpoint.rope_divisors)
         load_weights(model.slots(), checkpoint, model.is_ignorable, progress)
     finally:
         checkpoint.close()
@@ -75,4 +79,15 @@ def load_model(
         "%s: %s, computing in %s (checkpoint: %s)",
         files.path, config.architecture, dtype, config.checkpoint_dtype,
     )  # fmt: skip
+    return model
+
+
+@torch.no_grad()
+def _with_random_weights(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Small enough that activations stay finite; the same on every run."""
+    generator: torch.Generator | None = None
+    for slot in model.slots():
+        if generator is None:
+            generator = torch.Generator(slot.target.device).manual_seed(0)
+        slot.target.normal_(0.0, 0.02, generator=generator)
     return model
