@@ -4,6 +4,7 @@ python bench/gpu/small_kernels.py
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from timing import Ceilings, kernel_seconds, measure_ceilings, report
@@ -44,26 +45,26 @@ def main() -> None:
         weight = normal(HIDDEN)
         width = x.element_size()
         measure("rms_norm", tokens, 2 * x.numel() * width, ceilings,
-                lambda: ops.rms_norm(out, x, weight, 1e-5))  # fmt: skip
+                partial(ops.rms_norm, out, x, weight, 1e-5))  # fmt: skip
         measure("rms_norm with residual", tokens, 4 * x.numel() * width, ceilings,
-                lambda: ops.rms_norm(out, x, weight, 1e-5, residual))  # fmt: skip
+                partial(ops.rms_norm, out, x, weight, 1e-5, residual))  # fmt: skip
         gate_up, activated = normal(tokens, 2 * INTERMEDIATE), normal(tokens, INTERMEDIATE)
         measure("silu_mul", tokens, 3 * activated.numel() * width, ceilings,
-                lambda: ops.silu_mul(activated, gate_up))  # fmt: skip
+                partial(ops.silu_mul, activated, gate_up))  # fmt: skip
         qkv = normal(tokens, HEADS + 2 * KV_HEADS, HEAD_SIZE)
         query, key, value = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         positions = torch.arange(tokens, device="cuda", dtype=torch.int32)
         measure("rope", tokens, 2 * (query.numel() + key.numel()) * width, ceilings,
-                lambda: ops.rope(query, key, positions, table))  # fmt: skip
+                partial(ops.rope, query, key, positions, table))  # fmt: skip
         blocks = -(-tokens // BLOCK_SIZE)
         cache = normal(blocks, 2, KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
         slots = torch.arange(tokens, device="cuda", dtype=torch.int64)
         measure("store_kv", tokens, 2 * (key.numel() + value.numel()) * width, ceilings,
-                lambda: ops.store_kv(key, value, cache, slots))  # fmt: skip
+                partial(ops.store_kv, key, value, cache, slots))  # fmt: skip
     arena = normal(32, 512, 2, KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
     pairs = torch.arange(512, device="cuda", dtype=torch.int32).view(256, 2)
     measure("copy_blocks, 256 blocks x 32 layers", 0, arena.numel() * 2, ceilings,
-            lambda: ops.copy_blocks(arena, pairs))  # fmt: skip
+            partial(ops.copy_blocks, arena, pairs))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -66,8 +67,7 @@ class StepInputs:
         )
 
     def _split(self, words: torch.Tensor) -> list[torch.Tensor]:
-        starts = self._starts
-        return [words[b:e] for b, e in zip(starts[:-1], starts[1:], strict=True)]
+        return [words[begin:end] for begin, end in pairwise(self._starts)]
 
     def load(self, plan: StepPlan, attention_plans: Mapping[int, torch.Tensor]) -> None:
         """Copies a plan's tensors and, by window, its attention plans onto the device."""
