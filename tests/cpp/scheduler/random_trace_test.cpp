@@ -213,7 +213,7 @@ class Trace {
     }
     ++coverage.cancelled;
     const std::vector<ScheduledSequence> parts(step.sequences.begin(), step.sequences.end());
-    scheduler_->cancel_step();
+    scheduler_->cancel_steps();
     for (const ScheduledSequence& part : parts) {
       EXPECT_FALSE(scheduler_->in_flight(part.sequence));
       if (part.sequence->state == SequenceState::kFinished) continue;

@@ -81,7 +81,7 @@ TEST_F(StepBuilderTest, TableEntriesAreSentOnceAndANewRowSendsAll) {
   }
   commit_tokens({1});
   EXPECT_EQ(updates(PlanView(build())).size(), 1u);
-  scheduler().cancel_step();
+  scheduler().cancel_steps();
   scheduler().recompute_all();
   const PlanView again(build());
   EXPECT_EQ(updates(again).size(), a->block_table.blocks.size());
@@ -93,7 +93,7 @@ TEST_F(StepBuilderTest, CancelledStepIsSentAgain) {
   build();
   commit_tokens({1});
   const auto first = updates(PlanView(build()));
-  scheduler().cancel_step();
+  scheduler().cancel_steps();
   EXPECT_EQ(updates(PlanView(build())), first);
   EXPECT_EQ(a->num_blocks_sent, 2);
 }
