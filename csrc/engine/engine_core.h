@@ -79,8 +79,8 @@ class EngineCore {
   // Throws Error for a key of an unknown client or without samples. Whatever else cannot run is
   // answered through the outbox, for each of its samples (finish_reason "refused" or "queue_full").
   void submit(RequestInput input);
-  // Read, as submissions are, when the next step is planned; then the request's blocks come back and
-  // it gives no more output. Unknown and finished keys are ignored.
+  // Read, as submissions are, when the next step is planned; then the request's blocks come back
+  // and it gives no more output. Unknown and finished keys are ignored.
   void abort(RequestKey key);
 
   // Takes what the inbox holds and plans a step. Empty: nothing to do, or nothing before the result
@@ -90,10 +90,10 @@ class EngineCore {
   // Plans that wait for their result.
   int32_t num_outstanding() const { return static_cast<int32_t>(step_id_ - result_id_); }
   int32_t max_outstanding() const { return max_outstanding_; }
-  // The result of the oldest plan. If it says that the step failed, its requests and those of a step
-  // planned on top of it end with an error, and the result of that one, which must still come, is
-  // dropped. Words that are no result of the step (see StepResultView) are a fail_step; then throws
-  // InternalError.
+  // The result of the oldest plan. If it says that the step failed, its requests and those of a
+  // step planned on top of it end with an error, and the result of that one, which must still come,
+  // is dropped. Words that are no result of the step (see StepResultView) are a fail_step; then
+  // throws InternalError.
   void finish_step(std::span<const int32_t> result);
   // All that is outstanding failed, and gives no result: its requests end with an error, the others
   // go on.

@@ -102,10 +102,9 @@ void EngineCore::run(ShmRing& plans, ShmRing& results, std::chrono::milliseconds
 void EngineCore::send_plan(std::span<const int32_t> plan, ShmRing& plans, ShmRing& results,
                            std::chrono::milliseconds step_timeout) {
   if (plan.size_bytes() > plans.max_message_bytes()) {
-    const std::string message =
-        "the step's plan has " + std::to_string(plan.size_bytes()) +
-        " bytes, but the ring to the worker holds messages of at most " +
-        std::to_string(plans.max_message_bytes());
+    const std::string message = "the step's plan has " + std::to_string(plan.size_bytes()) +
+                                " bytes, but the ring to the worker holds messages of at most " +
+                                std::to_string(plans.max_message_bytes());
     // The worker has the plan before: that step goes on.
     while (num_outstanding() > 1) receive_result(results, step_timeout);
     fail_step(message);

@@ -13,8 +13,8 @@ void check_at_least(const char* field, int32_t value, int32_t minimum) {
                                  ", but must be at least " + std::to_string(minimum));
 }
 
-// Tokens that are left to compute after the steps in flight. The last token that the limit allows is
-// never computed: it is sampled, and the sequence ends.
+// Tokens that are left to compute after the steps in flight. The last token that the limit allows
+// is never computed: it is sampled, and the sequence ends.
 int32_t num_remaining(const Sequence& sequence) {
   const int32_t num_tokens = sequence.num_tokens() + sequence.num_pending;
   return num_tokens < sequence.max_total_tokens ? num_tokens - sequence.num_planned : 0;

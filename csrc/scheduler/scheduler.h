@@ -134,8 +134,8 @@ class Scheduler {
   // committed or cancelled).
   bool in_flight(const Sequence* sequence) const { return sequence->last_step > last_ended_; }
 
-  // REQUIRES: fewer than kMaxStepsInFlight steps are in flight. An empty step needs no commit and is
-  // not in flight.
+  // REQUIRES: fewer than kMaxStepsInFlight steps are in flight. An empty step needs no commit and
+  // is not in flight.
   const Step& plan();
 
   int32_t num_in_flight() const { return num_in_flight_; }
@@ -149,10 +149,10 @@ class Scheduler {
   void commit(std::span<const TokenId> sampled);
 
   // The oldest step in flight failed, and with it those planned on top of it: nothing was computed.
-  // num_planned is num_computed again, and sequences that the steps admitted wait again (a fork then
-  // without its parent); preemptions stay. The next plan says again what the worker may have missed:
-  // freed rows, the steps' table entries, and the rows given in the steps (as freed). So it is right
-  // whether or not the worker had taken the plans in. REQUIRES: a step is in flight.
+  // num_planned is num_computed again, and sequences that the steps admitted wait again (a fork
+  // then without its parent); preemptions stay. The next plan says again what the worker may have
+  // missed: freed rows, the steps' table entries, and the rows given in the steps (as freed). So it
+  // is right whether or not the worker had taken the plans in. REQUIRES: a step is in flight.
   void cancel_steps();
 
   // The worker was restarted, its memory is gone: every running sequence waits again with all its

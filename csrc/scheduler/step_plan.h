@@ -20,10 +20,10 @@
 // clang-format on
 //
 // Plans are carried out in the order in which they are sent, and each is answered by one result, in
-// the same order. With asynchronous scheduling a plan is sent before the result of the one before is
-// back. Where it needs a token that its predecessor samples, token_ids has the placeholder -1 - row,
-// and the worker puts in what that row sampled last; if the row failed any valid id will do, since
-// the engine core throws away what it computes from it.
+// the same order. With asynchronous scheduling a plan is sent before the result of the one before
+// is back. Where it needs a token that its predecessor samples, token_ids has the placeholder -1 -
+// row, and the worker puts in what that row sampled last; if the row failed any valid id will do,
+// since the engine core throws away what it computes from it.
 //
 // A new-row record: row, words in all, num_bias, num_allowed, num_stop, num_history, then
 // RowSampling (12 words), bias ids, bias values, allowed ids, stop ids, history (the sequence's

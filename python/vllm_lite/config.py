@@ -52,6 +52,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kv_cache_memory: int | None = None  # bytes; None: DEFAULT_KV_CACHE_MEMORY
     enable_prefix_caching: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    # Plan a step while the worker carries out the one before. None: resolve() decides. Within one
+    # process the worker is called for each step, so that there is nothing to overlap.
+    async_scheduling: bool | None = None
     num_threads: int | None = None  # of the worker; None: the cores this process may use
     step_timeout: float = 300.0  # seconds after which a worker that gives no result counts as dead
 
@@ -72,6 +75,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(
                 f"enable_prefix_caching must be true or false, got {self.enable_prefix_caching!r}"
+            )
+        if not isinstance(self.async_scheduling, bool | None):
+            raise ValueError(
+                f"async_scheduling must be true, false or None, got {self.async_scheduling!r}"
             )
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
@@ -110,8 +117,14 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 f"KV cache, and kv_cache_memory is {memory}: set --max-model-len to at most "
                 f"{num_blocks * self.block_size}, or --kv-cache-memory to at least {needed}"
             )
+        # On a CPU the worker and the engine core would only take each other's cores.
+        async_scheduling = False if self.async_scheduling is None else self.async_scheduling
         return ResolvedConfig(
-            dtype=dtype, max_model_len=max_model_len, num_blocks=num_blocks, block_bytes=block_bytes
+            dtype=dtype,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_bytes=block_bytes,
+            async_scheduling=async_scheduling,
         )
 
 
@@ -120,6 +133,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
     max_model_len: int
     num_blocks: int
     block_bytes: int  # K and V of one block in all layers
+    async_scheduling: bool  # if the worker is a process of its own
 
 
 def resolve_dtype_name(name: DTypeName, model: ModelConfig) -> str:

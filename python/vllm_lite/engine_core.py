@@ -33,8 +33,14 @@ def serve(channel: Channel) -> None:
     files = ModelFiles(Path(options["model_path"]))
     model_config = load_model_config(files)
     addresses: list[str] = options["client_addresses"]
+    resolved = config.resolve(model_config)
     core = make_core(
-        config, config.resolve(model_config), model_config, load_tokenizer(files), len(addresses)
+        config,
+        resolved,
+        model_config,
+        load_tokenizer(files),
+        len(addresses),
+        resolved.async_scheduling,
     )
     context = zmq.Context()
     pull = _socket(context, zmq.PULL)
