@@ -216,8 +216,7 @@ class Trace {
       coverage.preempted_pending +=
           s.num_preemptions > before.at(&s).second && pending_before.at(&s) > 0;
       if (s.state == SequenceState::kRunning && decodes.contains(&s)) {  // K = 1
-        EXPECT_EQ(s.num_planned, s.num_tokens() + pending_before.at(&s))
-            << "a decode got no token";
+        EXPECT_EQ(s.num_planned, s.num_tokens() + pending_before.at(&s)) << "a decode got no token";
       }
     }
     if (step.empty()) return false;
