@@ -71,7 +71,8 @@ void bind_engine_core(py::module_& m) {
       .def(py::init([](int32_t max_num_seqs, int32_t max_num_batched_tokens, int32_t max_model_len,
                        int32_t max_num_waiting, int32_t max_chunk_tokens, const std::string& policy,
                        int32_t num_blocks, int32_t block_size, bool enable_prefix_caching,
-                       int32_t sliding_window, int32_t num_clients, TokenTable& tokens) {
+                       int32_t sliding_window, int32_t num_clients, bool async_scheduling,
+                       TokenTable& tokens) {
              EngineCoreConfig config;
              config.scheduler.max_num_seqs = max_num_seqs;
              config.scheduler.max_num_batched_tokens = max_num_batched_tokens;
@@ -84,13 +85,14 @@ void bind_engine_core(py::module_& m) {
              config.cache.enable_prefix_caching = enable_prefix_caching;
              config.cache.sliding_window = sliding_window;
              config.num_clients = num_clients;
+             config.async_scheduling = async_scheduling;
              return std::make_unique<EngineCore>(config, tokens);
            }),
            py::kw_only(), py::arg("max_num_seqs"), py::arg("max_num_batched_tokens"),
            py::arg("max_model_len"), py::arg("max_num_waiting"), py::arg("max_chunk_tokens"),
            py::arg("policy"), py::arg("num_blocks"), py::arg("block_size"),
            py::arg("enable_prefix_caching"), py::arg("sliding_window"), py::arg("num_clients"),
-           py::arg("tokens"))
+           py::arg("async_scheduling"), py::arg("tokens"))
       .def(
           "submit",
           [](EngineCore& core, uint64_t key, const py::bytes& prompt, int32_t n, int32_t priority,
@@ -151,21 +153,22 @@ void bind_engine_core(py::module_& m) {
                                                static_cast<py::ssize_t>(words.size_bytes()));
           },
           py::keep_alive<0, 1>(),
-          "A read-only view of the plan's words, good until finish_step or fail_step, one of which "
-          "must follow; None: nothing to do.")
+          "A read-only view of the plan's words, good until the next begin_step; finish_step or "
+          "fail_step must follow. None: nothing to do before the result of the step in flight.")
       .def(
           "finish_step",
           [](EngineCore& core, const py::bytes& result) { core.finish_step(words_of(result)); },
           py::arg("result"),
-          "Takes in a StepResult's bytes. Raises InternalError if they are no result of this step, "
-          "which has then failed.")
+          "Takes in the StepResult's bytes of the oldest plan. Raises InternalError if they are no "
+          "result of its step, which has then failed.")
       .def(
           "fail_step",
           [](EngineCore& core, const py::str& message) {
             // An exception's text may hold lone surrogates; the step must fail all the same.
             core.fail_step(py::bytes(message.attr("encode")("utf-8", "replace")));
           },
-          py::arg("message"), "The step failed as a whole: its requests end with this error.")
+          py::arg("message"),
+          "All that is in flight failed as a whole: its requests end with this error.")
       .def("has_work", &EngineCore::has_work,
            "Some request is not finished, or the inbox is not empty.")
       .def(

@@ -1,6 +1,7 @@
 #include "engine/engine_core.h"
 
 #include <algorithm>
+#include <array>
 
 #include "core/check.h"
 #include "engine/utf8.h"
@@ -93,7 +94,8 @@ EngineCore::EngineCore(const EngineCoreConfig& config, TokenTable tokens)
     : tokens_(std::move(tokens)),
       cache_(config.cache),
       scheduler_(config.scheduler, cache_),
-      builder_(config.scheduler, config.cache.block_size) {
+      builder_(config.scheduler, config.cache.block_size),
+      max_outstanding_(config.async_scheduling ? kMaxStepsInFlight : 1) {
   constexpr int32_t kMaxClients = 1 << (64 - kClientShift);
   VL_CHECK(config.num_clients >= 1 && config.num_clients <= kMaxClients,
            "num_clients is " + std::to_string(config.num_clients) + ", but must be from 1 to " +
@@ -102,7 +104,6 @@ EngineCore::EngineCore(const EngineCoreConfig& config, TokenTable tokens)
   news_.resize(num_clients);
   outbox_.resize(num_clients);
   stats_changed_.resize(num_clients);
-  sampled_.reserve(static_cast<size_t>(config.scheduler.max_num_seqs));
   stats_.kv_total_blocks = cache_.num_blocks();
 }
 
@@ -133,7 +134,6 @@ void EngineCore::abort(RequestKey key) {
 
 // True if there was anything.
 bool EngineCore::drain_inbox() {
-  VL_ASSERT(!in_flight_);
   {
     std::lock_guard lock(inbox_mutex_);
     draining_.swap(inbox_);
@@ -237,58 +237,71 @@ void EngineCore::finish_stream(Stream& stream) {
   if (--stream.owner.num_unfinished == 0) finished_.push_back(stream.owner.input.key);
 }
 
-// Frees the requests that have finished. REQUIRES: no step is in flight, which would use them.
+// Frees the requests that have finished, but for those that a step in flight points to.
 void EngineCore::reap() {
-  VL_ASSERT(!in_flight_);
-  for (const RequestKey key : finished_) requests_.erase(key);
+  for (const RequestKey key : finished_) {
+    const auto found = requests_.find(key);
+    if (in_flight(*found->second)) ended_.push_back(std::move(found->second));
+    requests_.erase(found);
+  }
   finished_.clear();
+  std::erase_if(ended_, [this](const auto& request) { return !in_flight(*request); });
+}
+
+bool EngineCore::in_flight(const Request& request) const {
+  return std::any_of(request.streams.begin(), request.streams.end(),
+                     [this](const auto& stream) { return scheduler_.in_flight(stream.get()); });
 }
 
 // --- one step ----------------------------------------------------------------------------------
 
 std::span<const int32_t> EngineCore::begin_step() {
-  VL_ASSERT(!in_flight_);
+  VL_ASSERT(num_outstanding() < max_outstanding_);
   if (drain_inbox()) publish_outputs();
   const Step& step = scheduler_.plan();
   if (step.empty()) return {};
-  in_flight_ = true;
-  sampled_.clear();
-  for (const ScheduledSequence& scheduled : step.sequences) {
-    if (scheduled.samples) sampled_.push_back(static_cast<Stream*>(scheduled.sequence));
-  }
   return builder_.build(step, ++step_id_);
 }
 
 void EngineCore::finish_step(std::span<const int32_t> words) {
-  VL_ASSERT(in_flight_);
+  VL_ASSERT(num_outstanding() > 0);
+  const bool was_cancelled = num_outstanding() > scheduler_.num_in_flight();
   std::optional<StepResultView> view;
   try {
     view.emplace(words);
-    check_result(*view);
+    VL_ASSERT(view->step() == result_id_ + 1);
+    if (!was_cancelled) check_result(*view);
   } catch (const InternalError& error) {
     fail_step(std::string("the worker's answer is no result of this step: ") + error.what());
     throw;
   }
+  ++result_id_;
+  if (was_cancelled) return;
   const StepResultView& result = *view;
   if (result.header().error != 0) {
-    fail_step({result.message().data(), result.message().size()});
+    fail_in_flight({result.message().data(), result.message().size()});
     return;
   }
+  const Step& step = scheduler_.step_in_flight(0);
   scheduler_.commit(result.token_ids());
-  in_flight_ = false;
-  for (size_t i = 0; i < sampled_.size(); ++i) {
-    const int32_t wanted = sampled_[i]->sampling_params.row.num_logprobs;
+  int32_t row = -1;  // of the result
+  for (const ScheduledSequence& part : step.sequences) {
+    if (!part.samples) continue;
+    ++row;
+    Stream& stream = static_cast<Stream&>(*part.sequence);
+    if (stream.state == SequenceState::kFinished) continue;
+    const auto i = static_cast<size_t>(row);
+    const int32_t wanted = stream.sampling_params.row.num_logprobs;
     if (wanted < 0) {
-      absorb(*sampled_[i], result.token_ids()[i], nullptr);
+      absorb(stream, result.token_ids()[i], nullptr);
       continue;
     }
     // The result is as wide as its widest row.
-    const auto row = static_cast<int32_t>(i);
     const auto count = static_cast<size_t>(wanted);
     const TokenLogprobs logprobs{result.logprobs()[i], result.ranks()[i],
                                  result.top_ids(row).first(count),
                                  result.top_logprobs(row).first(count)};
-    absorb(*sampled_[i], result.token_ids()[i], &logprobs);
+    absorb(stream, result.token_ids()[i], &logprobs);
   }
   reap();
   publish_outputs();
@@ -297,14 +310,15 @@ void EngineCore::finish_step(std::span<const int32_t> words) {
 #endif
 }
 
-// Throws InternalError unless the result answers the step in flight, with all that it asked for.
+// Throws InternalError unless the result has all that the oldest step in flight asked for.
 void EngineCore::check_result(const StepResultView& result) const {
-  VL_ASSERT(result.step() == step_id_);
   if (result.header().error != 0) return;
-  VL_ASSERT(result.token_ids().size() == sampled_.size());
-  for (size_t i = 0; i < sampled_.size(); ++i) {
-    VL_ASSERT(result.token_ids()[i] >= kNoToken);
-    VL_ASSERT(result.header().max_logprobs >= sampled_[i]->sampling_params.row.num_logprobs);
+  const Step& step = scheduler_.step_in_flight(0);
+  VL_ASSERT(result.token_ids().size() == static_cast<size_t>(step.num_samples));
+  for (const TokenId token : result.token_ids()) VL_ASSERT(token >= kNoToken);
+  for (const ScheduledSequence& part : step.sequences) {
+    VL_ASSERT(!part.samples ||
+              result.header().max_logprobs >= part.sequence->sampling->row.num_logprobs);
   }
 }
 
@@ -352,22 +366,31 @@ void EngineCore::end_with_error(Stream& stream, std::string_view message) {
 }
 
 void EngineCore::fail_step(std::string_view message) {
-  VL_ASSERT(in_flight_);
+  VL_ASSERT(num_outstanding() > 0);
+  result_id_ = step_id_;
+  if (scheduler_.num_in_flight() > 0) fail_in_flight(message);
+}
+
+void EngineCore::fail_in_flight(std::string_view message) {
   const std::string reason = readable(message);
-  // Taken first: finishing one sequence does not change the step, cancelling it does.
-  std::vector<Stream*> failed;
-  for (const ScheduledSequence& scheduled : scheduler_.current_step().sequences) {
-    failed.push_back(static_cast<Stream*>(scheduled.sequence));
+  std::array<Step, kMaxStepsInFlight> steps;
+  const int32_t num_steps = scheduler_.num_in_flight();
+  for (int32_t i = 0; i < num_steps; ++i) {
+    steps[static_cast<size_t>(i)] = scheduler_.step_in_flight(i);
   }
-  scheduler_.cancel_step();
-  in_flight_ = false;
-  for (Stream* stream : failed) end_with_error(*stream, reason);
+  scheduler_.cancel_steps();
+  for (const Step& step : steps) {
+    for (const ScheduledSequence& part : step.sequences) {
+      if (part.sequence->state == SequenceState::kFinished) continue;
+      end_with_error(static_cast<Stream&>(*part.sequence), reason);
+    }
+  }
   reap();
   publish_outputs();
 }
 
 void EngineCore::fail_everything(std::string_view message) {
-  if (in_flight_) fail_step(message);
+  if (num_outstanding() > 0) fail_step(message);
   drain_inbox();
   for (const auto& [key, request] : requests_) {
     for (const auto& stream : request->streams) {
@@ -379,7 +402,7 @@ void EngineCore::fail_everything(std::string_view message) {
 }
 
 bool EngineCore::has_work() {
-  if (!requests_.empty()) return true;
+  if (!requests_.empty() || num_outstanding() > 0) return true;
   std::lock_guard lock(inbox_mutex_);
   return !inbox_.empty();
 }
@@ -400,6 +423,11 @@ void EngineCore::check_invariants() const {
   const SchedulerStats stats = scheduler_.stats();
   VL_ASSERT(num_unfinished == stats.num_running + stats.num_waiting);
   VL_ASSERT(finished_.empty());
+  for (const auto& request : ended_) {
+    VL_ASSERT(request->num_unfinished == 0 && in_flight(*request));
+  }
+  VL_ASSERT(num_outstanding() >= scheduler_.num_in_flight() &&
+            num_outstanding() <= max_outstanding_);
   // Between the calls of this interface everything has been let out.
   for (const OutputWriter& news : news_) VL_ASSERT(news.empty());
 }

@@ -9,9 +9,12 @@
 // pair of shared-memory rings until stop() (worker in another process). Nothing here knows Python,
 // torch or a socket.
 //
+// With async_scheduling a plan may go out while the step before is in flight, so that the worker
+// never waits for the next one; else each step ends before the next is planned. A worker that is
+// called, not sent to, has nothing to gain from it.
+//
 // Threads: submit(), abort(), the outbox, stats() and stop() may be called from any; all the rest
-// belongs to one. The inbox is read between steps only, so nothing is added or aborted while a step
-// is in flight.
+// belongs to one. The inbox is read when a step is planned.
 //
 // Invariant "all out": each sequence of an accepted request gives exactly one output with a
 // finish_reason, its last, unless the request is aborted or the engine stopped. The texts of its
@@ -64,6 +67,7 @@ struct EngineCoreConfig {
   SchedulerConfig scheduler;
   KvCacheConfig cache;
   int32_t num_clients = 1;
+  bool async_scheduling = false;
 };
 
 class EngineCore {
@@ -75,20 +79,27 @@ class EngineCore {
   // Throws Error for a key of an unknown client or without samples. Whatever else cannot run is
   // answered through the outbox, for each of its samples (finish_reason "refused" or "queue_full").
   void submit(RequestInput input);
-  // The request's blocks come back when the step in flight, if any, has ended. Gives no output, but
-  // that step may still. Unknown and finished keys are ignored.
+  // Read, as submissions are, when the next step is planned; then the request's blocks come back
+  // and it gives no more output. Unknown and finished keys are ignored.
   void abort(RequestKey key);
 
-  // Takes what the inbox holds and plans a step. Empty: nothing to do. The words hold until
-  // finish_step or fail_step, one of which must follow a non-empty plan.
+  // Takes what the inbox holds and plans a step. Empty: nothing to do, or nothing before the result
+  // of the step in flight. The words hold until the next begin_step; finish_step or fail_step must
+  // follow a non-empty plan. REQUIRES: num_outstanding() < max_outstanding().
   std::span<const int32_t> begin_step();
-  // A result that says that the step failed is a fail_step. Words that are no result of this step
-  // (see StepResultView) are one as well; then throws InternalError.
+  // Plans that wait for their result.
+  int32_t num_outstanding() const { return static_cast<int32_t>(step_id_ - result_id_); }
+  int32_t max_outstanding() const { return max_outstanding_; }
+  // The result of the oldest plan. If it says that the step failed, its requests and those of a
+  // step planned on top of it end with an error, and the result of that one, which must still come,
+  // is dropped. Words that are no result of the step (see StepResultView) are a fail_step; then
+  // throws InternalError.
   void finish_step(std::span<const int32_t> result);
-  // The step in flight failed as a whole: its requests end with an error, the others go on.
+  // All that is outstanding failed, and gives no result: its requests end with an error, the others
+  // go on.
   void fail_step(std::string_view message);
 
-  // Something is in the inbox, or some request is not finished.
+  // Something is in the inbox or in flight, or some request is not finished.
   bool has_work();
 
   // The message for a client, or nothing if there is nothing new. Throws Error for an unknown
@@ -103,7 +114,7 @@ class EngineCore {
   // worker closed its ring, sent something that is no result, or let `step_timeout` pass without
   // one; every request has then been answered with that error.
   void run(ShmRing& plans, ShmRing& results, std::chrono::milliseconds step_timeout);
-  // Ends run(), once the step in flight has ended, and wait_outputs(); for good.
+  // Ends run(), once what is outstanding has ended, and wait_outputs(); for good.
   void stop();
 
   EngineStats stats();
@@ -123,28 +134,32 @@ class EngineCore {
   void abort_request(RequestKey key);
   void refuse(const RequestInput& input, std::string_view reason, std::string_view message);
   void check_result(const StepResultView& result) const;
+  void fail_in_flight(std::string_view message);
   void absorb(Stream& stream, TokenId token, const TokenLogprobs* logprobs);
   void end_with_error(Stream& stream, std::string_view message);
   void finish_stream(Stream& stream);
   void reap();
+  bool in_flight(const Request& request) const;
   void emit(const SequenceOutput& output);
   void publish_outputs();
-  void run_step(std::span<const int32_t> plan, ShmRing& plans, ShmRing& results,
-                std::chrono::milliseconds step_timeout);
+  void send_plan(std::span<const int32_t> plan, ShmRing& plans, ShmRing& results,
+                 std::chrono::milliseconds step_timeout);
+  void receive_result(ShmRing& results, std::chrono::milliseconds step_timeout);
   void fail_everything(std::string_view message);
 
   const TokenTable tokens_;
   KvCacheManager cache_;
   Scheduler scheduler_;
   StepBuilder builder_;
-  uint64_t step_id_ = 0;
-  bool in_flight_ = false;
+  const int32_t max_outstanding_;
+  uint64_t step_id_ = 0;    // of the last plan
+  uint64_t result_id_ = 0;  // of the last plan that has its result, or gets none
 
   std::unordered_map<RequestKey, std::unique_ptr<Request>> requests_;
-  std::vector<RequestKey> finished_;  // to be erased by reap()
-  std::vector<Stream*> sampled_;      // of the step in flight, in the order of its logits
-  std::string piece_, text_;          // scratch
-  std::vector<OutputWriter> news_;    // per client, until publish_outputs()
+  std::vector<RequestKey> finished_;             // to be taken out by reap()
+  std::vector<std::unique_ptr<Request>> ended_;  // taken out, but a step in flight points to them
+  std::string piece_, text_;                     // scratch
+  std::vector<OutputWriter> news_;               // per client, until publish_outputs()
 
   std::mutex inbox_mutex_;
   std::condition_variable inbox_filled_;

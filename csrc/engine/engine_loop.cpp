@@ -69,18 +69,27 @@ EngineStats EngineCore::stats() {
 
 // --- served loop -------------------------------------------------------------------------------
 
+// Plans as long as the worker has fewer plans than it may have, then takes in results.
 void EngineCore::run(ShmRing& plans, ShmRing& results, std::chrono::milliseconds step_timeout) {
   try {
     for (;;) {
+      bool stopping = false;
       {
         std::lock_guard lock(inbox_mutex_);
-        if (stopping_) return;
+        stopping = stopping_;
       }
-      const std::span<const int32_t> plan = begin_step();
-      if (!plan.empty()) {
-        run_step(plan, plans, results, step_timeout);
+      if (!stopping) {
+        const std::span<const int32_t> plan = begin_step();
+        if (!plan.empty()) {
+          send_plan(plan, plans, results, step_timeout);
+          if (num_outstanding() < max_outstanding_) continue;
+        }
+      }
+      if (num_outstanding() > 0) {
+        receive_result(results, step_timeout);
         continue;
       }
+      if (stopping) return;
       std::unique_lock lock(inbox_mutex_);
       inbox_filled_.wait(lock, [&] { return stopping_ || !inbox_.empty(); });
     }
@@ -90,24 +99,31 @@ void EngineCore::run(ShmRing& plans, ShmRing& results, std::chrono::milliseconds
   }
 }
 
-void EngineCore::run_step(std::span<const int32_t> plan, ShmRing& plans, ShmRing& results,
-                          std::chrono::milliseconds step_timeout) {
+void EngineCore::send_plan(std::span<const int32_t> plan, ShmRing& plans, ShmRing& results,
+                           std::chrono::milliseconds step_timeout) {
   if (plan.size_bytes() > plans.max_message_bytes()) {
-    fail_step("the step's plan has " + std::to_string(plan.size_bytes()) +
-              " bytes, but the ring to the worker holds messages of at most " +
-              std::to_string(plans.max_message_bytes()));
+    const std::string message = "the step's plan has " + std::to_string(plan.size_bytes()) +
+                                " bytes, but the ring to the worker holds messages of at most " +
+                                std::to_string(plans.max_message_bytes());
+    // The worker has the plan before: that step goes on.
+    while (num_outstanding() > 1) receive_result(results, step_timeout);
+    fail_step(message);
     return;
   }
-  const auto in_time = [&] {
-    return " within " + std::to_string(step_timeout.count()) + " ms (step_timeout)";
-  };
   const ShmRing::Wait pushed = plans.push(std::as_bytes(plan), step_timeout);
   VL_CHECK(pushed != ShmRing::Wait::kClosed, "the worker closed its ring");
-  VL_CHECK(pushed == ShmRing::Wait::kReady, "the worker took no plan" + in_time());
+  VL_CHECK(pushed == ShmRing::Wait::kReady, "the worker took no plan within " +
+                                                std::to_string(step_timeout.count()) +
+                                                " ms (step_timeout)");
+}
+
+void EngineCore::receive_result(ShmRing& results, std::chrono::milliseconds step_timeout) {
   std::span<const std::byte> message;
   const ShmRing::Wait answered = results.peek(message, step_timeout);
   VL_CHECK(answered != ShmRing::Wait::kClosed, "the worker closed its ring");
-  VL_CHECK(answered == ShmRing::Wait::kReady, "the worker gave no result" + in_time());
+  VL_CHECK(answered == ShmRing::Wait::kReady, "the worker gave no result within " +
+                                                  std::to_string(step_timeout.count()) +
+                                                  " ms (step_timeout)");
   VL_CHECK(message.size() % sizeof(int32_t) == 0,
            "the worker's result has " + std::to_string(message.size()) + " bytes: no whole words");
   finish_step({reinterpret_cast<const int32_t*>(message.data()), message.size() / sizeof(int32_t)});

@@ -13,8 +13,11 @@ void check_at_least(const char* field, int32_t value, int32_t minimum) {
                                  ", but must be at least " + std::to_string(minimum));
 }
 
+// Tokens that are left to compute after the steps in flight. The last token that the limit allows
+// is never computed: it is sampled, and the sequence ends.
 int32_t num_remaining(const Sequence& sequence) {
-  return sequence.num_tokens() - sequence.num_computed;
+  const int32_t num_tokens = sequence.num_tokens() + sequence.num_pending;
+  return num_tokens < sequence.max_total_tokens ? num_tokens - sequence.num_planned : 0;
 }
 
 // The parent is computing the prompt that this sample will fork.
@@ -57,10 +60,12 @@ Scheduler::Scheduler(const SchedulerConfig& config, KvCacheManager& cache)
                " or give the KV cache more memory");
 
   const auto num_rows = static_cast<size_t>(config.max_num_seqs);
-  scheduled_.reserve(num_rows);
-  copies_.reserve(num_rows);
+  for (PlannedStep& planned : steps_) {
+    planned.sequences.reserve(num_rows);
+    planned.copies.reserve(num_rows);
+    planned.freed_rows.reserve(num_rows);
+  }
   unreported_rows_.reserve(num_rows);
-  reported_rows_.reserve(num_rows);
   row_unreported_.assign(num_rows, false);
   blocked_.reserve(static_cast<size_t>(config.look_past) + 1);
   free_rows_.reserve(num_rows);
@@ -110,7 +115,7 @@ void Scheduler::finish(Sequence* sequence) {
   detach_fork(sequence);
   if (was_running) {
     running_.erase(sequence);
-    if (!in_flight(sequence)) give_back(sequence);
+    give_back(sequence);
   } else if (s.hook.linked()) {
     waiting_.erase(sequence);
   } else {
@@ -118,31 +123,33 @@ void Scheduler::finish(Sequence* sequence) {
   }
 }
 
-bool Scheduler::in_flight(const Sequence* sequence) const {
-  return step_in_flight_ && sequence->last_step == step_number_;
+const Step& Scheduler::step_in_flight(int32_t i) const {
+  VL_ASSERT(i >= 0 && i < num_in_flight_);
+  return planned_step(i).step;
 }
 
 const Step& Scheduler::plan() {
-  VL_ASSERT(!step_in_flight_);
-  scheduled_.clear();
-  copies_.clear();
-  reported_rows_.clear();
-  step_ = Step{};
-  ++step_number_;
+  VL_ASSERT(num_in_flight_ < kMaxStepsInFlight);
+  PlannedStep& planned = planned_step(num_in_flight_);
+  planned.sequences.clear();
+  planned.copies.clear();
+  planned.freed_rows.clear();
+  planned.step = Step{};
+  planned.number = ++step_number_;
 
   int32_t budget = config_.max_num_batched_tokens;
   const bool preempted = schedule_running(budget);
   if (!preempted) admit_waiting(budget);
-  if (scheduled_.empty()) return step_;
+  if (planned.sequences.empty()) return planned.step;
 
   // An empty step is not sent, so freed rows are reported by the first one that is not.
-  reported_rows_.swap(unreported_rows_);
-  for (RowId row : reported_rows_) row_unreported_[static_cast<size_t>(row)] = false;
-  step_.sequences = scheduled_;
-  step_.freed_rows = reported_rows_;
-  step_.copies = copies_;
-  step_in_flight_ = true;
-  return step_;
+  planned.freed_rows.swap(unreported_rows_);
+  for (RowId row : planned.freed_rows) row_unreported_[static_cast<size_t>(row)] = false;
+  planned.step.sequences = planned.sequences;
+  planned.step.freed_rows = planned.freed_rows;
+  planned.step.copies = planned.copies;
+  ++num_in_flight_;
+  return planned.step;
 }
 
 // Serves the running sequences in order. True if somebody was preempted. Those preempted come from
@@ -158,8 +165,9 @@ bool Scheduler::schedule_running(int32_t& budget) {
     const int32_t remaining = num_remaining(*s);
     num_decodes -= remaining == 1;
     const int32_t num_tokens = std::min({remaining, max_chunk(), budget - num_decodes});
-    if (num_tokens <= 0) continue;  // a chunk for which this step has nothing left
-    const int32_t needed = s->num_computed + num_tokens;
+    // A chunk for which this step has nothing left, or a sequence whose last token is to come.
+    if (num_tokens <= 0) continue;
+    const int32_t needed = s->num_planned + num_tokens;
     const auto capacity = static_cast<int64_t>(s->block_table.blocks.size()) * block_size_;
     if (needed > capacity) {
       while (!cache_.grow(s->block_table, needed)) {
@@ -189,6 +197,7 @@ void Scheduler::admit_waiting(int32_t& budget) {
   for (Sequence* s = waiting_.front(); s != nullptr; s = next) {
     if (budget == 0 || running_.size() == max_running_) break;
     next = waiting_.next(s);
+    if (in_flight(s)) break;  // preempted just now: first its token comes
     if (awaits_parent(*s)) {
       waiting_.erase(s);
       ++num_parked_;
@@ -223,6 +232,7 @@ bool Scheduler::try_admit(Sequence* sequence, int32_t headroom) {
     if (num_cached < 0) return false;
     s.num_computed = num_cached;
   }
+  s.num_planned = s.num_computed;
   detach_fork(sequence);
   if (s.num_cached_tokens < 0) s.num_cached_tokens = num_cached;
   s.num_passed_over = 0;
@@ -242,7 +252,8 @@ Scheduler::ForkResult Scheduler::try_fork(Sequence* sequence, int32_t headroom) 
   const int32_t num_shared = s.num_prompt_tokens - 1;
   const int32_t num_new = cache_.blocks_for(s.num_tokens()) - num_shared / block_size_;
   if (cache_.num_available_blocks() < num_new + headroom) return ForkResult::kNoRoom;
-  if (!cache_.fork(s.fork_parent->block_table, s.block_table, num_shared, copies_)) {
+  if (!cache_.fork(s.fork_parent->block_table, s.block_table, num_shared,
+                   planned_step(num_in_flight_).copies)) {
     return ForkResult::kImpossible;
   }
   const bool grown = cache_.grow(s.block_table, s.num_tokens());
@@ -251,59 +262,77 @@ Scheduler::ForkResult Scheduler::try_fork(Sequence* sequence, int32_t headroom) 
 }
 
 void Scheduler::schedule(Sequence* sequence, int32_t num_tokens, bool new_row) {
-  const bool samples = num_tokens == num_remaining(*sequence);
-  scheduled_.push_back({sequence, sequence->num_computed, num_tokens, samples, new_row});
-  sequence->last_step = step_number_;
-  step_.num_tokens += num_tokens;
-  step_.num_samples += samples;
+  Sequence& s = *sequence;
+  const bool samples = num_tokens == num_remaining(s);
+  PlannedStep& planned = planned_step(num_in_flight_);
+  planned.sequences.push_back({sequence, s.num_planned, num_tokens, samples, new_row});
+  planned.step.num_tokens += num_tokens;
+  planned.step.num_samples += samples;
+  s.last_step = step_number_;
+  s.num_planned += num_tokens;
+  s.num_pending += samples;
 }
 
 void Scheduler::commit(std::span<const TokenId> sampled) {
-  VL_ASSERT(step_in_flight_);
-  VL_ASSERT(sampled.size() == static_cast<size_t>(step_.num_samples));
-  step_in_flight_ = false;
+  VL_ASSERT(num_in_flight_ > 0);
+  const PlannedStep& planned = planned_step(0);
+  VL_ASSERT(sampled.size() == static_cast<size_t>(planned.step.num_samples));
+  oldest_step_ = (oldest_step_ + 1) % kMaxStepsInFlight;
+  --num_in_flight_;
+  last_ended_ = planned.number;
   ++num_steps_;
   auto next_sampled = sampled.begin();
-  for (const ScheduledSequence& part : scheduled_) {
+  for (const ScheduledSequence& part : planned.sequences) {
     Sequence& s = *part.sequence;
     const TokenId token = part.samples ? *next_sampled++ : kNoToken;
-    if (s.state == SequenceState::kFinished) {
-      give_back(&s);
+    if (s.state == SequenceState::kFinished) continue;
+    s.num_pending -= part.samples;
+    // A failed row may have left rubbish in its KV: it is not counted as computed, nor published.
+    if (part.samples && token == kNoToken) {
+      s.num_planned = s.num_computed;
       continue;
     }
-    // A failed row may have left rubbish in its KV: it is not counted as computed, nor published.
-    if (part.samples && token == kNoToken) continue;
-    s.num_computed = part.first_token + part.num_tokens;
-    cache_.mark_computed(s.block_table, s.tokens, s.salt, s.num_computed);
+    // Else it was preempted since, and its blocks are no longer its own.
+    if (s.state == SequenceState::kRunning) {
+      s.num_computed = part.first_token + part.num_tokens;
+      cache_.mark_computed(s.block_table, s.tokens, s.salt, s.num_computed);
+    }
     if (part.samples) s.tokens.push_back(token);
     if (s.forks != nullptr && s.num_computed >= s.num_prompt_tokens) unpark_forks(s);
   }
 }
 
-void Scheduler::cancel_step() {
-  VL_ASSERT(step_in_flight_);
-  step_in_flight_ = false;
-  for (const ScheduledSequence& part : scheduled_) {
-    Sequence& s = *part.sequence;
-    if (s.state == SequenceState::kFinished) {
-      give_back(&s);
-    } else if (part.new_row) {
-      back_to_waiting(&s);
-      if (s.num_preemptions == 0) s.num_cached_tokens = -1;
-    } else {
-      // All that this step can have sent of its table is where its new tokens go.
-      s.num_blocks_sent = std::min(s.num_blocks_sent, part.first_token / block_size_);
+void Scheduler::cancel_steps() {
+  VL_ASSERT(num_in_flight_ > 0);
+  for (int32_t i = 0; i < num_in_flight_; ++i) {
+    for (const ScheduledSequence& part : planned_step(i).sequences) {
+      Sequence& s = *part.sequence;
+      s.num_pending = 0;
+      if (s.state != SequenceState::kRunning) continue;
+      s.num_planned = s.num_computed;
+      if (part.new_row) {
+        back_to_waiting(&s);
+        if (s.num_preemptions == 0) s.num_cached_tokens = -1;
+      } else {
+        // All that this step can have sent of its table is where its new tokens go.
+        s.num_blocks_sent = std::min(s.num_blocks_sent, part.first_token / block_size_);
+      }
     }
   }
-  for (RowId row : reported_rows_) {
-    if (row_unreported_[static_cast<size_t>(row)]) continue;  // was given in the step as well
-    row_unreported_[static_cast<size_t>(row)] = true;
-    unreported_rows_.push_back(row);
+  for (int32_t i = 0; i < num_in_flight_; ++i) {
+    for (RowId row : planned_step(i).freed_rows) {
+      // It was given in the step as well, or freed once more.
+      if (row_unreported_[static_cast<size_t>(row)]) continue;
+      row_unreported_[static_cast<size_t>(row)] = true;
+      unreported_rows_.push_back(row);
+    }
   }
+  num_in_flight_ = 0;
+  last_ended_ = step_number_;
 }
 
 void Scheduler::recompute_all() {
-  VL_ASSERT(!step_in_flight_);
+  VL_ASSERT(num_in_flight_ == 0);
   while (!running_.empty()) preempt(running_.back());
   cache_.reset_prefix_cache();
   unreported_rows_.clear();
@@ -320,7 +349,7 @@ void Scheduler::preempt(Sequence* sequence) {
 void Scheduler::back_to_waiting(Sequence* sequence) {
   running_.erase(sequence);
   give_back(sequence);
-  sequence->num_computed = 0;
+  sequence->num_computed = sequence->num_planned = 0;
   sequence->state = SequenceState::kWaiting;
   waiting_.insert(sequence);
   unpark_forks(*sequence);
@@ -368,7 +397,7 @@ int32_t Scheduler::max_chunk() const {
 }
 
 bool Scheduler::has_work() const {
-  return !running_.empty() || !waiting_.empty() || step_in_flight_;
+  return !running_.empty() || !waiting_.empty() || num_in_flight_ > 0;
 }
 
 SchedulerStats Scheduler::stats() const {
@@ -397,13 +426,33 @@ void Scheduler::check_invariants() const {
     }
   };
 
+  // num_planned and num_pending are what the parts in flight add to what is committed.
+  const auto check_planned = [&](const Sequence& s) {
+    int32_t num_planned = s.num_computed;
+    int32_t num_pending = 0;
+    for (int32_t i = 0; i < num_in_flight_; ++i) {
+      for (const ScheduledSequence& part : planned_step(i).sequences) {
+        if (part.sequence != &s) continue;
+        num_pending += part.samples;
+        if (s.state != SequenceState::kRunning) continue;  // preempted since
+        VL_ASSERT(part.first_token == num_planned);
+        num_planned += part.num_tokens;
+      }
+    }
+    VL_ASSERT(s.num_planned == num_planned && s.num_pending == num_pending);
+    VL_ASSERT(num_planned < s.num_tokens() + num_pending);
+    VL_ASSERT(s.num_tokens() + num_pending <= s.max_total_tokens);
+    VL_ASSERT(num_pending == 0 || in_flight(&s));
+  };
+
   const Sequence* previous = nullptr;
   for (const Sequence* s = running_.front(); s != nullptr; s = running_.next(s)) {
     VL_ASSERT(s->state == SequenceState::kRunning && s->fork_parent == nullptr);
     VL_ASSERT(previous == nullptr || running_.before(*previous, *s));
     VL_ASSERT(s->num_computed >= 0 && s->num_computed < s->num_tokens());
     VL_ASSERT(static_cast<int64_t>(s->block_table.blocks.size()) * block_size_ >=
-              std::max(s->num_computed, s->num_prompt_tokens));
+              std::max(s->num_planned, s->num_prompt_tokens));
+    check_planned(*s);
     take_row(s->row);
     tables.push_back(&s->block_table);
     check_forks(*s);
@@ -414,17 +463,19 @@ void Scheduler::check_invariants() const {
     VL_ASSERT(s->state == SequenceState::kWaiting);
     VL_ASSERT(previous == nullptr || waiting_.before(*previous, *s));
     VL_ASSERT(s->row == -1 && s->block_table.blocks.empty() && s->num_computed == 0);
+    check_planned(*s);
     check_forks(*s);
     previous = s;
   }
   VL_ASSERT(num_parked == num_parked_);
   VL_ASSERT(running_.size() <= max_running_);
-  if (step_in_flight_) {
-    for (const ScheduledSequence& part : scheduled_) {
+  VL_ASSERT(num_in_flight_ >= 0 && num_in_flight_ <= kMaxStepsInFlight);
+  for (int32_t i = 0; i < num_in_flight_; ++i) {
+    VL_ASSERT(planned_step(i).number > (i == 0 ? last_ended_ : planned_step(i - 1).number));
+    for (const ScheduledSequence& part : planned_step(i).sequences) {
       VL_ASSERT(in_flight(part.sequence));
       if (part.sequence->state != SequenceState::kFinished) continue;
-      take_row(part.sequence->row);
-      tables.push_back(&part.sequence->block_table);
+      VL_ASSERT(part.sequence->row == -1 && part.sequence->block_table.blocks.empty());
     }
   }
   for (RowId row : free_rows_) take_row(row);

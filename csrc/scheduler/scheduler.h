@@ -27,20 +27,34 @@
 // forked, and the sample computes the last one to sample its own first token. If the parent is not
 // running or has lost blocks to a sliding window, the sample is admitted as any other.
 //
-// Progress: whenever sequences exist, plan() returns a non-empty step (Scheduler::add refuses what
-// could never fit, and preemption always leaves the first in order running).
+// Progress: whenever sequences exist and no step is in flight, plan() returns a non-empty step
+// (Scheduler::add refuses what could never fit, and preemption always leaves the first in order
+// running).
 //
 // Two calls a step: plan(), then commit() with the sampled tokens. plan() changes only the
 // scheduler's own state and cannot fail half-way. num_computed advances and blocks are published at
 // commit alone, so nothing ever hits or forks a block that is only about to be computed. Between
-// plan and commit sequences may be added or aborted; an aborted one is skipped by commit, and its
-// blocks and row are kept until then (the device is using them). Steady-state decode allocates no
-// heap memory.
+// plan and commit sequences may be added or finished; commit skips a finished one. Steady-state
+// decode allocates no heap memory.
+//
+// Asynchronous scheduling: a step may be planned while the one before is in flight. Its tokens are
+// then known by number only: num_planned and num_pending stand for the steps in flight, a sequence
+// whose last tokens are to come may reach its limit but is never planned beyond it, and the builder
+// writes placeholders for values. What a stop found at a commit makes of the next step is thrown
+// away there. A sequence that is preempted in between still gets the token that is to come, and
+// waits for it before it is admitted again.
+//
+// Blocks and rows that finish() or a preemption takes back may be given again by the very next plan
+// although steps in flight use them: the worker carries steps out in the order of their plans, so
+// whatever they are used for next happens after that. Nor can a block that a step in flight writes
+// be found through the prefix index: published blocks are full of committed tokens, and a step
+// writes behind those.
 //
 // Sliding window: blocks that fall out are given back at commit and their table entries become
 // kNoBlock. The worker is not told: it keeps a stale entry that no query looks at any more.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -52,6 +66,9 @@
 namespace vllm_lite {
 
 enum class SchedulingPolicy : uint8_t { kFirstCome, kPriority };
+
+// Two: while the worker carries out one step, the next is there for it already.
+constexpr int32_t kMaxStepsInFlight = 2;
 
 struct SchedulerConfig {
   int32_t max_num_seqs = 256;             // rows, and so running sequences
@@ -74,7 +91,8 @@ struct ScheduledSequence {
   bool new_row;  // the row was given in this step
 };
 
-// What plan() decided. The spans point into the scheduler and hold until the next plan().
+// What plan() decided. The spans point into the scheduler and hold until the first plan() after the
+// step was committed or cancelled; those of an empty step until the next.
 struct Step {
   std::span<const ScheduledSequence> sequences;  // decodes and chunks, running order
   std::span<const RowId> freed_rows;  // since the last non-empty step, before any new_row
@@ -108,36 +126,38 @@ class Scheduler {
   // was added before and starts with the same prompt.
   AddResult add(Sequence* sequence);
 
-  // Takes a sequence out. O(1), and O(1) for each sample that waits for it. Its blocks and row come
-  // back at once if no step is in flight with it, else at commit; `sequence->state` is kFinished at
-  // once either way. REQUIRES: it was added and is not finished.
+  // Takes a sequence out and its blocks and row back. O(blocks), and O(1) for each sample that
+  // waits for it. REQUIRES: it was added and is not finished.
   void finish(Sequence* sequence);
 
-  // True if the sequence is part of the step in flight (then it must stay alive until commit).
-  bool in_flight(const Sequence* sequence) const;
+  // True if the sequence is part of a step in flight (then it must stay alive until that has been
+  // committed or cancelled).
+  bool in_flight(const Sequence* sequence) const { return sequence->last_step > last_ended_; }
 
-  // REQUIRES: no step is in flight. An empty step needs no commit and is not in flight.
+  // REQUIRES: fewer than kMaxStepsInFlight steps are in flight. An empty step needs no commit and
+  // is not in flight.
   const Step& plan();
 
-  // The step in flight. REQUIRES: one is.
-  const Step& current_step() const { return step_; }
+  int32_t num_in_flight() const { return num_in_flight_; }
+  // Step `i` in flight, the oldest is 0. REQUIRES: i < num_in_flight().
+  const Step& step_in_flight(int32_t i) const;
 
-  // `sampled[i]` belongs to the i-th scheduled sequence with samples == true; kNoToken drops it
-  // (the row failed: nothing of this step is kept or published for it; the caller finishes the
-  // sequence). Appends tokens to sequences that are not finished, publishes computed blocks. Does
-  // not judge stops: the caller then calls finish().
+  // The oldest step in flight was carried out. `sampled[i]` belongs to the i-th scheduled sequence
+  // with samples == true; kNoToken drops it (the row failed: nothing of this step is kept or
+  // published for it; the caller finishes the sequence). Appends tokens to sequences that are not
+  // finished, publishes computed blocks. Does not judge stops: the caller then calls finish().
   void commit(std::span<const TokenId> sampled);
 
-  // The step in flight failed: nothing was computed. num_computed is what it was before plan(), and
-  // sequences that the step admitted wait again (a fork then without its parent); preemptions stay.
-  // The next plan says again what the worker may have missed: freed rows, the step's table entries,
-  // and the rows given in the step (as freed). So it is right whether or not the worker had taken
-  // the plan in.
-  void cancel_step();
+  // The oldest step in flight failed, and with it those planned on top of it: nothing was computed.
+  // num_planned is num_computed again, and sequences that the steps admitted wait again (a fork
+  // then without its parent); preemptions stay. The next plan says again what the worker may have
+  // missed: freed rows, the steps' table entries, and the rows given in the steps (as freed). So it
+  // is right whether or not the worker had taken the plans in. REQUIRES: a step is in flight.
+  void cancel_steps();
 
   // The worker was restarted, its memory is gone: every running sequence waits again with all its
   // tokens, cached prefixes are forgotten, no row is known to the worker. Counts as preemptions.
-  // REQUIRES: no step is in flight (cancel_step first).
+  // REQUIRES: no step is in flight (cancel_steps first).
   void recompute_all();
 
   bool has_work() const;
@@ -148,11 +168,26 @@ class Scheduler {
   void check_invariants() const;
 
  private:
+  struct PlannedStep {
+    Step step;
+    uint64_t number = 0;
+    std::vector<ScheduledSequence> sequences;
+    std::vector<BlockCopy> copies;
+    std::vector<RowId> freed_rows;
+  };
+
   bool schedule_running(int32_t& budget);
   void admit_waiting(int32_t& budget);
   bool try_admit(Sequence* sequence, int32_t headroom);
   enum class ForkResult : uint8_t { kDone, kNoRoom, kImpossible };
   ForkResult try_fork(Sequence* sequence, int32_t headroom);
+  // The steps in flight, oldest first, then the one being planned.
+  PlannedStep& planned_step(int32_t i) {
+    return steps_[static_cast<size_t>((oldest_step_ + i) % kMaxStepsInFlight)];
+  }
+  const PlannedStep& planned_step(int32_t i) const {
+    return const_cast<Scheduler*>(this)->planned_step(i);
+  }
   void schedule(Sequence* sequence, int32_t num_tokens, bool new_row);
   void preempt(Sequence* sequence);
   void back_to_waiting(Sequence* sequence);
@@ -173,14 +208,13 @@ class Scheduler {
   int32_t num_parked_ =
       0;  // waiting samples that stand aside until their parent's prompt is computed
   uint64_t next_arrival_ = 0;
-  uint64_t step_number_ = 0;
-  bool step_in_flight_ = false;
-  Step step_;
-  std::vector<ScheduledSequence> scheduled_;
-  std::vector<BlockCopy> copies_;
+  uint64_t step_number_ = 0;  // of the last plan()
+  uint64_t last_ended_ = 0;   // number of the last step that was committed or cancelled
+  int32_t num_in_flight_ = 0;
+  int32_t oldest_step_ = 0;  // index of the oldest step in flight, or of the next
+  std::array<PlannedStep, kMaxStepsInFlight> steps_;
   std::vector<RowId> free_rows_;        // a stack: the row freed last is warm
   std::vector<RowId> unreported_rows_;  // freed, in no step yet
-  std::vector<RowId> reported_rows_;    // freed_rows of step_
   std::vector<bool> row_unreported_;    // row -> is in unreported_rows_
   std::vector<Sequence*> blocked_;      // tried in this plan and found not to fit
   int64_t num_preemptions_ = 0;

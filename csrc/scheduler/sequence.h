@@ -20,7 +20,8 @@ enum class SequenceState : uint8_t {
 
 // The invariant of progress: 0 <= num_computed < tokens.size() while not finished. num_computed
 // chases tokens.size(); a whole prompt, a chunk, a decode and a resumed sequence differ in nothing
-// else.
+// else. num_planned and num_pending are the same two numbers once the steps in flight are done:
+// num_computed <= num_planned < tokens.size() + num_pending <= max_total_tokens.
 struct Sequence {
   // Set by the owner before Scheduler::add.
   RequestKey request = 0;
@@ -33,12 +34,14 @@ struct Sequence {
   // For samples 1..n-1: the sequence with the same prompt whose computed prompt this one forks; it
   // was added before. Cleared by the scheduler when the fork is made or no longer possible.
   Sequence* fork_parent = nullptr;
-  std::vector<TokenId> tokens;  // prompt, then output
+  std::vector<TokenId> tokens;  // prompt, then output as far as it is known
 
   // Kept by the scheduler.
   SequenceState state = SequenceState::kNew;
   uint64_t arrival = 0;      // order of Scheduler::add, kept across preemptions
   int32_t num_computed = 0;  // tokens whose KV is stored; advances at commit, never at plan
+  int32_t num_planned = 0;   // as num_computed, with the steps in flight; advances at plan
+  int32_t num_pending = 0;   // tokens that steps in flight sample: known to come, values unknown
   // Prefix hit at the first admission (a fork: 0); -1: not yet admitted.
   int32_t num_cached_tokens = -1;
   int32_t num_preemptions = 0;

@@ -133,6 +133,7 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
     Sequence& s = *part.sequence;
     const BlockId* const table = s.block_table.blocks.data();
     const TokenId* const own_tokens = s.tokens.data();
+    const int32_t num_known = s.num_tokens();
     words[starts_at + static_cast<size_t>(index)] = token;
     words[lens_at + static_cast<size_t>(index)] = part.first_token + part.num_tokens;
     words[rows_at + static_cast<size_t>(index)] = s.row;
@@ -145,7 +146,12 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
       std::memcpy(slots, &slot, sizeof(slot));
       slots += 2;
       *positions++ = position;
-      *tokens++ = own_tokens[position];
+      if (position < num_known) {
+        *tokens++ = own_tokens[position];
+      } else {
+        *tokens++ = -1 - s.row;
+        ++header.num_placeholders;
+      }
     }
     token += part.num_tokens;
     header.max_query_len = std::max(header.max_query_len, part.num_tokens);

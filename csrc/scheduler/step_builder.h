@@ -23,8 +23,8 @@ class StepBuilder {
   StepBuilder(const SchedulerConfig& config, int32_t block_size);
 
   // The returned words hold until the next call. Advances Sequence::num_blocks_sent.
-  // REQUIRES: the step is the one in flight (finish() since plan() is fine) and not empty, and
-  // every new row's sequence has its sampling parameters.
+  // REQUIRES: the step is what plan() returned last, the scheduler was not called since, it is not
+  // empty, and every new row's sequence has its sampling parameters.
   std::span<const int32_t> build(const Step& step, uint64_t step_id);
 
   static constexpr size_t kMaxReservedWords = size_t{1} << 24;

@@ -7,7 +7,7 @@
 // clang-format off
 //   section            words                     meaning
 //   slot_mapping       2 * num_tokens (int64)    block_id * block_size + offset, where the KV is stored
-//   token_ids          num_tokens
+//   token_ids          num_tokens                -1 - row: the token that `row` sampled last, see below
 //   positions          num_tokens
 //   query_start        num_seqs + 1              cumulative tokens
 //   seq_lens           num_seqs                  tokens with KV after this step (first_token + num_tokens)
@@ -18,6 +18,12 @@
 //   freed_rows         num_freed_rows            forget these rows' state, if any, before new_rows
 //   new_rows           new_row_words             num_new_rows records, see below
 // clang-format on
+//
+// Plans are carried out in the order in which they are sent, and each is answered by one result, in
+// the same order. With asynchronous scheduling a plan is sent before the result of the one before
+// is back. Where it needs a token that its predecessor samples, token_ids has the placeholder -1 -
+// row, and the worker puts in what that row sampled last; if the row failed any valid id will do,
+// since the engine core throws away what it computes from it.
 //
 // A new-row record: row, words in all, num_bias, num_allowed, num_stop, num_history, then
 // RowSampling (12 words), bias ids, bias values, allowed ids, stop ids, history (the sequence's
@@ -52,7 +58,7 @@ struct PlanHeader {  // 16 words
   int32_t max_seq_len;
   // The most top logprobs that a sampled row asks for; -1: no row asks for any.
   int32_t max_logprobs;
-  int32_t reserved;
+  int32_t num_placeholders;  // negative token_ids
 };
 static_assert(sizeof(PlanHeader) == 16 * sizeof(int32_t));
 

@@ -150,6 +150,7 @@ class EngineCore:
         enable_prefix_caching: bool,
         sliding_window: int,  # 0: none
         num_clients: int,
+        async_scheduling: bool,
         tokens: TokenTable,
     ) -> None: ...
     def submit(
@@ -182,9 +183,11 @@ class EngineCore:
     ) -> None: ...
     def abort(self, key: int) -> None: ...
     def begin_step(self) -> memoryview | None:
-        """The plan, until the finish_step or fail_step that must follow; None: nothing to do."""
+        """The plan, good until the next begin_step; finish_step or fail_step must follow. None:
+        nothing to do before the result of the step in flight.
+        """
     def finish_step(self, result: bytes) -> None:
-        """Raises InternalError if that is no result of this step, which has then failed."""
+        """The result of the oldest plan. Raises InternalError if it is none; that step failed."""
     def fail_step(self, message: str) -> None: ...
     def has_work(self) -> bool: ...
     def take_outputs(self, client: int) -> bytes | None: ...

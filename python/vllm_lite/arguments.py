@@ -104,6 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-prefix-caching", "do not share the KV of equal prompt beginnings",
         dest="enable_prefix_caching", action="store_false", default=True)  # fmt: skip
     add("--scheduling-policy", "order of requests", choices=["fcfs", "priority"])
+    add("--async-scheduling", "plan a step while the worker carries out the one before; a request "
+        "that a stop ends costs a step more (default: off on CPU)",
+        action=argparse.BooleanOptionalAction)  # fmt: skip
     add("--num-threads", "threads of the worker (default: all cores)", type=int, metavar="N")
     add("--step-timeout", "after which a worker without a result counts as dead", type=float,
         metavar="SECONDS")  # fmt: skip

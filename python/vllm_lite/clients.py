@@ -49,6 +49,7 @@ def make_core(
     model_config: ModelConfig,
     tokenizer: Tokenizer,
     num_clients: int,
+    async_scheduling: bool,
 ) -> _core.EngineCore:
     assert resolved.num_blocks is not None
     table = tokenizer.token_table()
@@ -64,6 +65,7 @@ def make_core(
         enable_prefix_caching=config.enable_prefix_caching,
         sliding_window=model_config.sliding_window if model_config.all_layers_windowed else 0,
         num_clients=num_clients,
+        async_scheduling=async_scheduling,
         tokens=_core.make_token_table(
             table.bytes, table.offsets.tobytes(), table.kinds.tobytes(), table.decoding
         ),
@@ -96,6 +98,13 @@ class InProcessClient:
         # Imports torch, which front ends with a worker elsewhere do without.
         from vllm_lite.worker.worker import Worker
 
+<<<<<<< HEAD
+=======
+        # Not asynchronous: a call of the worker returns with its step's result.
+        self._core: _core.EngineCore = make_core(
+            config, resolved, model_config, tokenizer, 1, async_scheduling=False
+        )
+>>>>>>> async
         self._worker: Worker = Worker(config, resolved, files, model_config, progress)
         self._core: _core.EngineCore = make_core(
             config, self._worker.resolved, model_config, tokenizer, 1

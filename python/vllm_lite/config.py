@@ -63,6 +63,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     enforce_eager: bool = False  # no CUDA graphs
     enable_prefix_caching: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    # Plan a step while the worker carries out the one before. None: resolve() decides. Within one
+    # process the worker is called for each step, so that there is nothing to overlap.
+    async_scheduling: bool | None = None
     num_threads: int | None = None  # of the worker; None: the cores this process may use
     step_timeout: float = 300.0  # seconds after which a worker that gives no result counts as dead
 
@@ -87,6 +90,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(
                 "gpu_memory_utilization must be above 0 and at most 1, got "
                 f"{self.gpu_memory_utilization}"
+            )
+        if not isinstance(self.async_scheduling, bool | None):
+            raise ValueError(
+                f"async_scheduling must be true, false or None, got {self.async_scheduling!r}"
             )
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
@@ -133,12 +140,17 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 f"KV cache, and kv_cache_memory is {memory}: set --max-model-len to at most "
                 f"{num_blocks * self.block_size}, or --kv-cache-memory to at least {needed}"
             )
+        async_scheduling = self.async_scheduling
+        if async_scheduling is None:
+            # On a CPU the worker and the engine core would only take each other's cores.
+            async_scheduling = device == "cuda"
         return ResolvedConfig(
             device=device,
             dtype=dtype,
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             block_bytes=block_bytes,
+            async_scheduling=async_scheduling,
         )
 
 
@@ -148,6 +160,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
     max_model_len: int
     num_blocks: int | None  # None: for the worker to find out
     block_bytes: int  # K and V of one block in all layers
+    async_scheduling: bool  # if the worker is a process of its own
 
 
 def resolve_dtype_name(name: DTypeName, model: ModelConfig) -> str:

@@ -38,7 +38,14 @@ def serve(channel: Channel) -> None:
     if resolved.num_blocks is None:
         config.kv_cache_memory = channel.receive()["bytes"]
         resolved = config.resolve(model_config)
-    core = make_core(config, resolved, model_config, tokenizer, len(addresses))
+    core = make_core(
+        config,
+        resolved,
+        model_config,
+        tokenizer,
+        len(addresses),
+        resolved.async_scheduling,
+    )
     context = zmq.Context()
     pull = _socket(context, zmq.PULL)
     pull.bind(options["address"])

@@ -18,6 +18,7 @@ from vllm_lite.model_config import ModelConfig
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.sampling_params import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS
 
+# As many as there may be plans without a result (csrc/scheduler/scheduler.h, kMaxStepsInFlight).
 _RING_SLOTS = 2
 # Loading a large model from a slow disk takes minutes; so much without any sign of life means a
 # hang.

@@ -41,6 +41,7 @@ class Sampler:
         self._float_state = torch.zeros(6, max_rows)
         self._int_state = torch.zeros(3, max_rows, dtype=torch.int32)
         self._seeds = torch.zeros(max_rows, dtype=torch.int64)
+        self._last_sampled = torch.zeros(max_rows, dtype=torch.int32)
         self._lists = _RowLists()
         # Made when the first row with penalties comes.
         self._output_counts: torch.Tensor | None = None
@@ -75,6 +76,13 @@ class Sampler:
         mask = self._prompt_mask[new.row].zero_().numpy()
         mask[new.history[: new.num_prompt_tokens]] = 1
         np.add.at(counts, new.history[new.num_prompt_tokens :], 1)
+
+    def known_token_ids(self, plan: StepPlan) -> torch.Tensor:
+        """The plan's token ids, placeholders replaced by what their rows sampled last."""
+        if plan.num_placeholders == 0:
+            return plan.token_ids
+        rows = (-1 - plan.token_ids).clamp(min=0)
+        return torch.where(plan.token_ids < 0, self._last_sampled[rows], plan.token_ids)
 
     def sample(self, logits: torch.Tensor, plan: StepPlan) -> bytes:
         """The step's result for ``logits`` ``[num_logits, vocab_size]``."""
@@ -115,6 +123,8 @@ class Sampler:
             allowed_start, allowed_ids, stop_start, stop_ids,
             token_ids, logprobs, ranks, top_ids, top_logprobs,
         )  # fmt: skip
+        # A row that failed has -1, and what follows it is thrown away: any id will do.
+        self._last_sampled[rows] = token_ids.clamp(min=0)
         return encode_result(
             plan.step_words,
             token_ids.numpy(),

@@ -50,7 +50,7 @@ class StepPlan:
         self.step_words = header[2:4]
         self.num_tokens, self.num_seqs, self.num_logits = header[4:7]
         num_updates, num_copies, num_freed, num_new_rows, new_row_words = header[7:12]
-        self.max_logprobs = header[14]
+        self.max_logprobs, self.num_placeholders = header[14:16]
         self._words = torch.from_numpy(words)
         self._next = _HEADER_WORDS
         self.slot_mapping = self._take(2 * self.num_tokens).view(torch.int64)

@@ -58,7 +58,7 @@ class Worker:
         if len(plan.block_copies):
             ops.copy_blocks(self.kv_arena, plan.block_copies.contiguous())
         batch = ForwardBatch(
-            token_ids=plan.token_ids,
+            token_ids=self._sampler.known_token_ids(plan),
             positions=plan.positions,
             slot_mapping=plan.slot_mapping,
             query_start=plan.query_start,

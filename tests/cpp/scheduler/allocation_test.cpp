@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <tuple>
 #include <vector>
 
 #include "scheduler/scheduler.h"
@@ -26,10 +27,12 @@ int64_t num_allocations = 0;
 namespace vllm_lite {
 namespace {
 
-struct Allocations : testing::TestWithParam<bool> {};
+// Prefix caching, asynchronous scheduling.
+struct Allocations : testing::TestWithParam<std::tuple<bool, bool>> {};
 
 TEST_P(Allocations, SteadyDecodeWithGrowthAndPreemptionAllocatesNothing) {
-  KvCacheConfig cache_config{.num_blocks = 800, .enable_prefix_caching = GetParam()};
+  const auto [prefix_caching, is_async] = GetParam();
+  KvCacheConfig cache_config{.num_blocks = 800, .enable_prefix_caching = prefix_caching};
   SchedulerConfig config;
   config.max_num_seqs = 64;
   config.max_model_len = 512;
@@ -47,11 +50,16 @@ TEST_P(Allocations, SteadyDecodeWithGrowthAndPreemptionAllocatesNothing) {
     ASSERT_EQ(scheduler.add(&s), AddResult::kAdded);
   }
   std::vector<TokenId> sampled(64, 5);
-  const auto step = [&](uint64_t id) {
-    const Step& planned = scheduler.plan();
-    builder.build(planned, id);
-    scheduler.commit({sampled.data(), static_cast<size_t>(planned.num_samples)});
+  const auto plan = [&](uint64_t id) { builder.build(scheduler.plan(), id); };
+  const auto commit = [&] {
+    const auto num_samples = static_cast<size_t>(scheduler.step_in_flight(0).num_samples);
+    scheduler.commit({sampled.data(), num_samples});
   };
+  const auto step = [&](uint64_t id) {
+    plan(id);
+    commit();
+  };
+  if (is_async) plan(0);  // from now on a step is in flight when one is planned
   step(1);
 
   const int64_t before = num_allocations;
@@ -67,7 +75,7 @@ TEST_P(Allocations, SteadyDecodeWithGrowthAndPreemptionAllocatesNothing) {
   EXPECT_GT(num_allocations - before, 0);  // the counter counts
 }
 
-INSTANTIATE_TEST_SUITE_P(PrefixCaching, Allocations, testing::Bool());
+INSTANTIATE_TEST_SUITE_P(All, Allocations, testing::Combine(testing::Bool(), testing::Bool()));
 
 }  // namespace
 }  // namespace vllm_lite

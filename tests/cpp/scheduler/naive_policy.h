@@ -23,7 +23,8 @@ class NaivePolicy {
   NaivePolicy(const SchedulerConfig& config, int32_t num_blocks, int32_t block_size)
       : config_(config), num_blocks_(num_blocks), block_size_(block_size) {}
 
-  NaiveDecision decide(const std::vector<const Sequence*>& sequences) const {
+  NaiveDecision decide(const std::vector<const Sequence*>& sequences,
+                       const std::set<const Sequence*>& in_flight) const {
     std::vector<Item> running;
     std::vector<Item> waiting;
     for (const Sequence* s : sequences) {
@@ -65,12 +66,13 @@ class NaivePolicy {
     int32_t tried_past = 0;
     for (Item& candidate : waiting) {
       if (budget == 0 || running.size() >= max_running) break;
+      if (in_flight.contains(candidate.sequence)) break;
       const Item* parent = nullptr;
       for (const Item& r : running) {
         if (r.sequence == candidate.sequence->fork_parent) parent = &r;
       }
       const int32_t prompt = candidate.sequence->num_prompt_tokens;
-      if (parent != nullptr && parent->computed < prompt) continue;
+      if (parent != nullptr && parent->sequence->num_computed < prompt) continue;
       if (!blocked.empty() && tried_past++ >= config_.look_past) break;
       if (parent != nullptr && prompt > 1) {
         candidate.computed = prompt - 1;
@@ -99,11 +101,14 @@ class NaivePolicy {
  private:
   struct Item {
     const Sequence* sequence;
-    int32_t computed;
+    int32_t computed;  // once the steps in flight are done
     std::vector<BlockId> blocks;
-    int32_t remaining() const { return sequence->num_tokens() - computed; }
+    int32_t remaining() const {
+      const int32_t tokens = sequence->num_tokens() + sequence->num_pending;
+      return tokens == sequence->max_total_tokens ? 0 : tokens - computed;
+    }
   };
-  static Item item(const Sequence& s) { return {&s, s.num_computed, s.block_table.blocks}; }
+  static Item item(const Sequence& s) { return {&s, s.num_planned, s.block_table.blocks}; }
   int32_t blocks_for(int32_t tokens) const { return (tokens + block_size_ - 1) / block_size_; }
   int32_t chunk() const {
     return config_.max_chunk_tokens == 0 ? config_.max_num_batched_tokens

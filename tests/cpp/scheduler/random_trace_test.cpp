@@ -1,9 +1,11 @@
 // Seeded random traces of add, finish, plan, commit, cancel and recompute_all on random, mostly
-// tiny configurations, against the worker model and the naive policy.
+// tiny configurations, against the worker model and the naive policy. Asynchronous traces have a
+// delayed worker, which answers a plan after the next was made.
 
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <deque>
 #include <memory>
 #include <random>
 #include <string>
@@ -25,13 +27,17 @@ struct Coverage {
   int64_t passed_over = 0;
   int64_t cancelled = 0;
   int64_t predicted = 0;
+  int64_t placeholders = 0;
+  int64_t preempted_pending = 0;  // preempted while a token was to come
+  int64_t thrown_away = 0;        // samples of sequences that had ended
 };
 
 class Trace {
  public:
   Coverage coverage;
 
-  explicit Trace(uint32_t seed) : random_(seed) {
+  Trace(uint32_t seed, bool is_async)
+      : random_(seed), max_in_flight_(is_async ? kMaxStepsInFlight : 1) {
     cache_config_.block_size = 1 << pick(0, 3);
     cache_config_.num_blocks = pick(4, 24);
     cache_config_.enable_prefix_caching = chance(0.5);
@@ -68,7 +74,7 @@ class Trace {
       step();
       if (testing::Test::HasFailure()) return;
     }
-    ASSERT_TRUE(live_.empty());
+    ASSERT_TRUE(live_.empty() && in_flight_.empty());
     EXPECT_EQ(cache_->num_used_blocks(), 0);
     EXPECT_EQ(cache_->num_available_blocks(), cache_config_.num_blocks);
     EXPECT_TRUE(scheduler_->plan().empty());
@@ -82,6 +88,13 @@ class Trace {
     Sequence sequence;
     SamplingParams sampling;
     std::vector<TokenId> prompt;
+    bool failed = false;  // a row of it did
+  };
+  // A plan on its way. Rows are those at plan time: a sequence may lose its row before the result.
+  struct PlannedStep {
+    std::vector<int32_t> words;
+    std::vector<ScheduledSequence> parts;
+    std::vector<std::pair<RowId, Live*>> rows;
   };
 
   int32_t pick(int32_t low, int32_t high) {
@@ -141,42 +154,72 @@ class Trace {
     std::erase_if(live_, [this](const std::unique_ptr<Live>& live) {
       const Sequence& s = live->sequence;
       if (s.state != SequenceState::kFinished || scheduler_->in_flight(&s)) return false;
-      std::vector<TokenId> expected = live->prompt;
-      while (expected.size() < s.tokens.size()) {
-        expected.push_back(
-            next_token(expected, live->sampling.row.seed_low, cache_config_.sliding_window));
-      }
-      EXPECT_EQ(s.tokens, expected);
+      EXPECT_EQ(s.tokens, extended(*live, live->prompt, s.tokens.size()));
+      EXPECT_LE(s.num_tokens(), s.max_total_tokens);
       EXPECT_EQ(s.row, -1);
       EXPECT_TRUE(s.block_table.blocks.empty());
       return true;
     });
   }
 
+  // `tokens` and what the sequence samples after them.
+  std::vector<TokenId> extended(const Live& live, std::vector<TokenId> tokens, size_t size) const {
+    while (tokens.size() < size) {
+      tokens.push_back(
+          next_token(tokens, live.sampling.row.seed_low, cache_config_.sliding_window));
+    }
+    return tokens;
+  }
+
   void step() {
     if (aborts_ && chance(0.1)) finish_random();
     reap();
+    const bool planned = in_flight_.size() < max_in_flight_ && plan_step();
+    if (testing::Test::HasFailure()) return;
+    if (!draining_ && chance(0.2)) add_request();
+    if (aborts_ && chance(0.2)) finish_random();
+    const bool waits = planned ? in_flight_.size() == max_in_flight_ || chance(0.1) : chance(0.8);
+    if (!in_flight_.empty() && waits) end_step();
+    scheduler_->check_invariants();
+    reap();
+  }
+
+  // False if the step is empty.
+  bool plan_step() {
     std::vector<const Sequence*> all;
+    std::set<const Sequence*> in_flight, decodes;
     std::map<const Sequence*, std::pair<int32_t, int32_t>> before;  // passed over, preemptions
-    std::map<const Sequence*, int32_t> computed_before;
+    std::map<const Sequence*, int32_t> pending_before;
     for (const auto& live : live_) {
       const Sequence& s = live->sequence;
       all.push_back(&s);
+      if (scheduler_->in_flight(&s)) in_flight.insert(&s);
+      const int32_t num_tokens = s.num_tokens() + s.num_pending;
+      if (num_tokens < s.max_total_tokens && num_tokens - s.num_planned == 1) decodes.insert(&s);
       before[&s] = {s.num_passed_over, s.num_preemptions};
-      computed_before[&s] = s.num_computed;
+      pending_before[&s] = s.num_pending;
     }
     const bool predictable =
         !cache_config_.enable_prefix_caching && cache_config_.sliding_window == 0;
     NaiveDecision expected;
     if (predictable) {
-      expected =
-          NaivePolicy(config_, cache_config_.num_blocks, cache_config_.block_size).decide(all);
+      expected = NaivePolicy(config_, cache_config_.num_blocks, cache_config_.block_size)
+                     .decide(all, in_flight);
     }
     const Step& step = scheduler_->plan();
     scheduler_->check_invariants();
-    EXPECT_EQ(step.empty(), live_.empty()) << "an empty step while there is work";
+    EXPECT_FALSE(step.empty() && in_flight_.empty() && !live_.empty())
+        << "an empty step while there is work";
     if (predictable) check_decision(step, expected, before);
-    if (step.empty()) return;
+    for (const auto& live : live_) {
+      const Sequence& s = live->sequence;
+      coverage.preempted_pending +=
+          s.num_preemptions > before.at(&s).second && pending_before.at(&s) > 0;
+      if (s.state == SequenceState::kRunning && decodes.contains(&s)) {  // K = 1
+        EXPECT_EQ(s.num_planned, s.num_tokens() + pending_before.at(&s)) << "a decode got no token";
+      }
+    }
+    if (step.empty()) return false;
     check_limits(step);
     coverage.copies += static_cast<int64_t>(step.copies.size());
     coverage.predicted += predictable;
@@ -185,41 +228,69 @@ class Trace {
     const auto words = builder_->build(step, ++step_id_);
     const PlanView plan(words);
     EXPECT_EQ(plan.step(), step_id_);
-    std::map<RowId, const Sequence*> by_row;
+    coverage.placeholders += plan.header().num_placeholders;
+    EXPECT_TRUE(max_in_flight_ > 1 || plan.header().num_placeholders == 0);
+    PlannedStep& planned = in_flight_.emplace_back();
+    planned.words.assign(words.begin(), words.end());
+    planned.parts.assign(step.sequences.begin(), step.sequences.end());
     for (const ScheduledSequence& part : step.sequences) {
-      by_row[part.sequence->row] = part.sequence;
+      const auto live = std::find_if(live_.begin(), live_.end(), [&](const auto& candidate) {
+        return &candidate->sequence == part.sequence;
+      });
+      planned.rows.emplace_back(part.sequence->row, live->get());
     }
-
-    if (!draining_ && chance(0.2)) add_request();
-    if (aborts_ && chance(0.2)) finish_random();
-    if (failures_ && chance(0.2)) {
-      fail_step(step, plan, computed_before);
-    } else {
-      worker_->take_in(plan);
-      const auto sampled =
-          worker_->forward(plan, [&](RowId row) -> const auto& { return by_row.at(row)->tokens; });
-      commit(step, plan, sampled);
-    }
-    scheduler_->check_invariants();
-    reap();
+    return true;
   }
 
-  void fail_step(const Step& step, const PlanView& plan,
-                 const std::map<const Sequence*, int32_t>& computed_before) {
-    const bool restart = chance(0.3);
-    if (!restart && chance(0.6)) {
-      worker_->take_in(plan);
-      worker_->spoil(plan, 0, step.num_tokens);
+  // The worker carries out the oldest plan, and its result comes back.
+  void end_step() {
+    if (failures_ && chance(0.2)) return fail_steps();
+    const PlannedStep planned = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    const PlanView plan(planned.words);
+    // What a sequence that has ended would have is what the worker computes.
+    std::map<RowId, std::vector<TokenId>> tokens;
+    for (size_t i = 0; i < planned.parts.size(); ++i) {
+      const auto [row, live] = planned.rows[i];
+      const auto end = static_cast<size_t>(plan.seq_lens()[i]);
+      if (!live->failed) tokens[row] = extended(*live, live->sequence.tokens, end);
     }
-    ++coverage.cancelled;
-    const std::vector<ScheduledSequence> parts(step.sequences.begin(), step.sequences.end());
-    scheduler_->cancel_step();
-    for (const ScheduledSequence& part : parts) {
-      EXPECT_FALSE(scheduler_->in_flight(part.sequence));
-      if (part.sequence->state == SequenceState::kFinished) continue;
-      EXPECT_EQ(part.sequence->num_computed, computed_before.at(part.sequence));
-      EXPECT_EQ(part.sequence->state,
-                part.new_row ? SequenceState::kWaiting : SequenceState::kRunning);
+    worker_->take_in(plan);
+    const auto sampled = worker_->forward(
+        plan, [&](RowId row) { return tokens.contains(row) ? &tokens[row] : nullptr; });
+    commit(planned, plan, sampled);
+  }
+
+  // The oldest step fails; the worker may have gone on to the one that was planned on top of it.
+  void fail_steps() {
+    const bool restart = chance(0.3);
+    bool on_failed_step = false;
+    std::set<const Sequence*> admitted;
+    std::map<const Sequence*, int32_t> computed;
+    for (const PlannedStep& planned : in_flight_) {
+      if (!restart && chance(0.6)) {
+        const PlanView plan(planned.words);
+        worker_->take_in(plan, on_failed_step);
+        worker_->spoil(plan, 0, plan.header().num_tokens);
+      }
+      on_failed_step = true;
+      for (const ScheduledSequence& part : planned.parts) {
+        computed[part.sequence] = part.sequence->num_computed;
+        if (part.new_row || part.sequence->state == SequenceState::kWaiting) {
+          admitted.insert(part.sequence);
+        }
+      }
+      ++coverage.cancelled;
+    }
+    in_flight_.clear();
+    scheduler_->cancel_steps();
+    for (const auto& [s, num_computed] : computed) {
+      EXPECT_FALSE(scheduler_->in_flight(s));
+      if (s->state == SequenceState::kFinished) continue;
+      EXPECT_EQ(s->state, admitted.contains(s) ? SequenceState::kWaiting : SequenceState::kRunning);
+      EXPECT_EQ(s->num_computed, admitted.contains(s) ? 0 : num_computed);
+      EXPECT_EQ(s->num_planned, s->num_computed);
+      EXPECT_EQ(s->num_pending, 0);
     }
     if (!restart) return;
     restart_worker();
@@ -228,19 +299,22 @@ class Trace {
     EXPECT_EQ(cache_->num_used_blocks(), 0);
   }
 
-  void commit(const Step& step, const PlanView& plan, std::vector<TokenId> sampled) {
+  void commit(const PlannedStep& planned, const PlanView& plan, std::vector<TokenId> sampled) {
     std::vector<Sequence*> failed;
     std::vector<Sequence*> done;
     size_t index = 0;
     int32_t first = 0;
     int32_t end = 0;
-    for (const ScheduledSequence& part : step.sequences) {
+    for (size_t i = 0; i < planned.parts.size(); ++i) {
+      const ScheduledSequence& part = planned.parts[i];
       first = end;
       end += part.num_tokens;
       if (!part.samples) continue;
+      coverage.thrown_away += part.sequence->state == SequenceState::kFinished;
       if (failures_ && chance(0.02)) {
         sampled[index] = kNoToken;
         worker_->spoil(plan, first, end);
+        planned.rows[i].second->failed = true;
         failed.push_back(part.sequence);
       } else {
         done.push_back(part.sequence);
@@ -290,15 +364,10 @@ class Trace {
     EXPECT_EQ(step.num_samples, num_samples);
     EXPECT_LE(num_tokens, config_.max_num_batched_tokens);
     EXPECT_LE(static_cast<int32_t>(step.sequences.size()), config_.max_num_seqs);
-    for (const auto& live : live_) {  // K = 1
-      const Sequence& s = live->sequence;
-      if (s.state == SequenceState::kRunning && s.num_tokens() - s.num_computed == 1) {
-        EXPECT_TRUE(scheduled.contains(&s)) << "a decode got no token";
-      }
-    }
   }
 
   std::mt19937 random_;
+  const size_t max_in_flight_;
   KvCacheConfig cache_config_;
   SchedulerConfig config_;
   bool failures_ = false;
@@ -312,32 +381,37 @@ class Trace {
   std::unique_ptr<StepBuilder> builder_;
   std::unique_ptr<WorkerModel> worker_;
   std::vector<std::unique_ptr<Live>> live_;
+  std::deque<PlannedStep> in_flight_;  // oldest first
 };
 
+struct RandomTrace : testing::TestWithParam<bool> {};
+
 // VLLM_LITE_TRACES=first:count runs other seeds, for example for a long run or to repeat one.
-TEST(RandomTrace, HoldsEveryInvariantAndGivesEverySequenceItsOwnTokens) {
+TEST_P(RandomTrace, HoldsEveryInvariantAndGivesEverySequenceItsOwnTokens) {
+  const bool is_async = GetParam();
   uint32_t first = 1;
-  uint32_t count = 1500;
+  uint32_t count = is_async ? 3000 : 1500;
   if (const char* traces = std::getenv("VLLM_LITE_TRACES")) {
     ASSERT_EQ(std::sscanf(traces, "%u:%u", &first, &count), 2);
   }
   Coverage sum;
   for (uint32_t seed = first; seed < first + count; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    Trace trace(seed);
+    Trace trace(seed, is_async);
     trace.run(60);
     if (HasFailure()) return;
     for (int64_t Coverage::* field :
          {&Coverage::preemptions, &Coverage::prefix_hits, &Coverage::evictions, &Coverage::copies,
-          &Coverage::passed_over, &Coverage::cancelled, &Coverage::predicted}) {
+          &Coverage::passed_over, &Coverage::cancelled, &Coverage::predicted,
+          &Coverage::placeholders, &Coverage::preempted_pending, &Coverage::thrown_away}) {
       sum.*field += trace.coverage.*field;
     }
   }
   std::printf(
-      "preemptions %ld, prefix hits %ld, evictions %ld, copies %ld, passed over %ld, "
-      "cancelled %ld, predicted %ld\n",
-      sum.preemptions, sum.prefix_hits, sum.evictions, sum.copies, sum.passed_over, sum.cancelled,
-      sum.predicted);
+      "preemptions %ld (%ld with a token to come), prefix hits %ld, evictions %ld, copies %ld, "
+      "passed over %ld, cancelled %ld, predicted %ld, placeholders %ld, thrown away %ld\n",
+      sum.preemptions, sum.preempted_pending, sum.prefix_hits, sum.evictions, sum.copies,
+      sum.passed_over, sum.cancelled, sum.predicted, sum.placeholders, sum.thrown_away);
   if (count < 1500) return;
   EXPECT_GT(sum.preemptions, 1000);
   EXPECT_GT(sum.prefix_hits, 1000);
@@ -346,7 +420,15 @@ TEST(RandomTrace, HoldsEveryInvariantAndGivesEverySequenceItsOwnTokens) {
   EXPECT_GT(sum.passed_over, 100);
   EXPECT_GT(sum.cancelled, 1000);
   EXPECT_GT(sum.predicted, 10000);
+  if (!is_async) return;
+  EXPECT_GT(sum.placeholders, 10000);
+  EXPECT_GT(sum.preempted_pending, 500);
+  EXPECT_GT(sum.thrown_away, 1000);
 }
+
+INSTANTIATE_TEST_SUITE_P(Depth, RandomTrace, testing::Bool(), [](const auto& is_async) {
+  return is_async.param ? "Asynchronous" : "Synchronous";
+});
 
 }  // namespace
 }  // namespace vllm_lite

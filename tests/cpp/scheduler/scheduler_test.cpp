@@ -116,15 +116,15 @@ TEST_F(SchedulerTest, FreedRowIsReportedOnceAndMayBeGivenInTheSameStep) {
   EXPECT_FALSE(third.sequences[0].new_row);
 }
 
-TEST_F(SchedulerTest, AbortInFlightKeepsBlocksAndRowUntilCommit) {
+TEST_F(SchedulerTest, AbortInFlightGivesBlocksAndRowBackAndGetsNothingAtCommit) {
   Sequence* a = add(8, 4);
   Sequence* b = add(8, 4);
   const Step& flying = plan();
   scheduler().finish(a);
   EXPECT_EQ(a->state, SequenceState::kFinished);
-  EXPECT_TRUE(scheduler().in_flight(a));
-  EXPECT_EQ(cache_->num_used_blocks(), 4);
-  EXPECT_GE(a->row, 0);
+  EXPECT_TRUE(scheduler().in_flight(a));  // the step points to it
+  EXPECT_EQ(cache_->num_used_blocks(), 2);
+  EXPECT_EQ(a->row, -1);
   scheduler().check_invariants();
   commit(flying);
   EXPECT_FALSE(scheduler().in_flight(a));
@@ -134,7 +134,7 @@ TEST_F(SchedulerTest, AbortInFlightKeepsBlocksAndRowUntilCommit) {
   EXPECT_EQ(plan().freed_rows.size(), 1u);
 }
 
-TEST_F(SchedulerTest, CancelReleasesThoseAbortedInFlight) {
+TEST_F(SchedulerTest, CancelLeavesThoseAbortedInFlightAlone) {
   Sequence* a = add(12, 4);
   Sequence* b = add(12, 4);
   step();
@@ -142,8 +142,7 @@ TEST_F(SchedulerTest, CancelReleasesThoseAbortedInFlight) {
   plan();
   scheduler().finish(b);
   scheduler().finish(fresh);
-  EXPECT_EQ(cache_->num_used_blocks(), 11);  // theirs until the step is over
-  scheduler().cancel_step();
+  scheduler().cancel_steps();
   scheduler().check_invariants();
   EXPECT_EQ(cache_->num_used_blocks(), 4);
   EXPECT_EQ(a->state, SequenceState::kRunning);
@@ -177,7 +176,7 @@ TEST_F(SchedulerTest, CommitWantsExactlyOneTokenForEachSample) {
   EXPECT_THROW(scheduler().commit(two), InternalError);
   scheduler().commit({two.data(), 1});
   EXPECT_THROW(scheduler().commit({two.data(), 1}), InternalError);  // nothing in flight
-  EXPECT_THROW(scheduler().cancel_step(), InternalError);
+  EXPECT_THROW(scheduler().cancel_steps(), InternalError);
 }
 
 TEST_F(SchedulerTest, CancelPutsTheAdmittedBackAndSaysRowsAndTablesAgain) {
@@ -192,7 +191,7 @@ TEST_F(SchedulerTest, CancelPutsTheAdmittedBackAndSaysRowsAndTablesAgain) {
   ASSERT_EQ(freed(cancelled), std::vector<RowId>{gone_row});
   ASSERT_EQ(fresh->row, gone_row);
   old->num_blocks_sent = 2;
-  scheduler().cancel_step();
+  scheduler().cancel_steps();
   scheduler().check_invariants();
   EXPECT_EQ(old->num_computed, 4);
   EXPECT_EQ(old->num_blocks_sent, 1);  // entry 1, where token 4 goes, is sent again
@@ -215,7 +214,7 @@ TEST_F(SchedulerTest, RecomputeAllStartsFromNothingAndLosesNoToken) {
   step();
   step();
   plan();
-  scheduler().cancel_step();
+  scheduler().cancel_steps();
   scheduler().recompute_all();
   scheduler().check_invariants();
   EXPECT_EQ(cache_->num_used_blocks(), 0);
@@ -387,10 +386,11 @@ TEST_F(SchedulerTest, ForkOfAParentThatLostItsPromptToTheWindowIsComputedWhole) 
   run_until_idle();
 }
 
-TEST_F(SchedulerTest, PlanNeedsTheStepBeforeToBeCommittedUnlessItWasEmpty) {
+TEST_F(SchedulerTest, NoMoreThanTwoStepsAreInFlightNotCountingEmptyOnes) {
   EXPECT_TRUE(scheduler().plan().empty());
   EXPECT_TRUE(scheduler().plan().empty());
-  add(4, 2);
+  add(4, 4);
+  plan();
   plan();
   EXPECT_THROW(scheduler().plan(), InternalError);
 }

@@ -69,6 +69,22 @@ TEST_F(StepBuilderTest, MixedStepHasEverySectionAsTheFormatSays) {
   EXPECT_EQ(plan.header().num_block_copies, 0);
 }
 
+TEST_F(StepBuilderTest, TokensThatAreToComeHaveTheirRowsPlaceholders) {
+  config_.max_num_batched_tokens = 16;
+  Sequence* a = add(3, 8);
+  Sequence* b = add(2, 8);
+  EXPECT_EQ(PlanView(build()).header().num_placeholders, 0);
+  Sequence* c = add(2, 8);
+  const PlanView second(build());
+  EXPECT_EQ(ints(second.token_ids()), (Ints{-1 - a->row, -1 - b->row, c->tokens[0], 1}));
+  EXPECT_EQ(ints(second.positions()), (Ints{3, 2, 0, 1}));
+  EXPECT_EQ(ints(second.logits_indices()), (Ints{0, 1, 3}));
+  EXPECT_EQ(second.header().num_placeholders, 2);
+  commit_tokens({41, 42});
+  commit_tokens({51, 52, 53});
+  EXPECT_EQ(ints(PlanView(build()).token_ids()), (Ints{51, 52, 53}));
+}
+
 TEST_F(StepBuilderTest, TableEntriesAreSentOnceAndANewRowSendsAll) {
   Sequence* a = add(4, 20);
   EXPECT_EQ(updates(PlanView(build())).size(), 1u);
@@ -81,7 +97,7 @@ TEST_F(StepBuilderTest, TableEntriesAreSentOnceAndANewRowSendsAll) {
   }
   commit_tokens({1});
   EXPECT_EQ(updates(PlanView(build())).size(), 1u);
-  scheduler().cancel_step();
+  scheduler().cancel_steps();
   scheduler().recompute_all();
   const PlanView again(build());
   EXPECT_EQ(updates(again).size(), a->block_table.blocks.size());
@@ -93,7 +109,7 @@ TEST_F(StepBuilderTest, CancelledStepIsSentAgain) {
   build();
   commit_tokens({1});
   const auto first = updates(PlanView(build()));
-  scheduler().cancel_step();
+  scheduler().cancel_steps();
   EXPECT_EQ(updates(PlanView(build())), first);
   EXPECT_EQ(a->num_blocks_sent, 2);
 }

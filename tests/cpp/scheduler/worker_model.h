@@ -10,6 +10,7 @@
 
 #include <map>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "scheduler/plan_view.h"
@@ -61,20 +62,22 @@ class WorkerModel {
         window_(window),
         slots_(static_cast<size_t>(num_blocks) * static_cast<size_t>(block_size)) {}
 
-  // What a worker does before the forward pass. A step may fail after this as well as before it.
-  void take_in(const PlanView& plan) {
+  // What a worker does before the forward pass. A step may fail after this as well as before it. A
+  // plan that was made on top of a step that failed need not fit what the worker has.
+  void take_in(const PlanView& plan, bool on_failed_step = false) {
     std::set<RowId> freed;
     for (RowId row : plan.freed_rows()) {
       EXPECT_TRUE(freed.insert(row).second) << "row " << row << " freed twice";
       rows_.erase(row);
     }
     for (const NewRow& row : plan.new_rows()) {
-      EXPECT_FALSE(rows_.contains(row.row)) << "row " << row.row << " is new but was not freed";
-      rows_[row.row].seed = row.sampling.row.seed_low;
+      EXPECT_TRUE(on_failed_step || !rows_.contains(row.row))
+          << "row " << row.row << " is new but was not freed";
+      rows_[row.row] = {.seed = row.sampling.row.seed_low, .table = {}};
     }
     for (int32_t i = 0; i < plan.header().num_table_updates; ++i) {
       const TableUpdate update = plan.table_update(i);
-      ASSERT_TRUE(rows_.contains(update.row));
+      ASSERT_TRUE(on_failed_step || rows_.contains(update.row));
       std::vector<BlockId>& table = rows_[update.row].table;
       const auto index = static_cast<size_t>(update.index);
       if (index >= table.size()) table.resize(index + 1, kNoBlock);
@@ -82,7 +85,8 @@ class WorkerModel {
     }
   }
 
-  // `tokens_of(row)` is the oracle: the tokens that the row's sequence has.
+  // `tokens_of(row)` is the oracle: the tokens that the row's sequence has, or nullptr if the row
+  // failed in an earlier step.
   template <typename TokensOf>
   std::vector<TokenId> forward(const PlanView& plan, TokensOf tokens_of) {
     std::set<int32_t> copied;
@@ -97,20 +101,27 @@ class WorkerModel {
       }
     }
     std::set<int64_t> written;
+    int32_t num_placeholders = 0;
     for (int32_t token = 0; token < plan.header().num_tokens; ++token) {
       EXPECT_TRUE(written.insert(plan.slot(token)).second) << "slot written twice";
+      TokenId id = plan.token_ids()[static_cast<size_t>(token)];
+      if (id < 0) {
+        ++num_placeholders;
+        EXPECT_TRUE(last_sampled_.contains(-1 - id));
+        id = last_sampled_[-1 - id];
+      }
       slots_.at(static_cast<size_t>(plan.slot(token))) = {
-          plan.token_ids()[static_cast<size_t>(token)],
-          plan.positions()[static_cast<size_t>(token)]};
+          id, plan.positions()[static_cast<size_t>(token)]};
     }
+    EXPECT_EQ(plan.header().num_placeholders, num_placeholders);
 
-    std::map<int32_t, TokenId> sampled;  // by token of the step
+    std::map<int32_t, std::pair<RowId, TokenId>> sampled;  // by token of the step
     std::set<RowId> seen_rows;
     for (size_t i = 0; i < plan.rows().size(); ++i) {
       const RowId row = plan.rows()[i];
       EXPECT_TRUE(seen_rows.insert(row).second) << "row twice in a step";
       EXPECT_TRUE(rows_.contains(row));
-      const std::vector<TokenId>& own = tokens_of(row);
+      const std::vector<TokenId>* const own = tokens_of(row);
       const std::vector<BlockId>& table = rows_[row].table;
       for (int32_t t = plan.query_start()[i]; t < plan.query_start()[i + 1]; ++t) {
         const int32_t position = plan.positions()[static_cast<size_t>(t)];
@@ -120,24 +131,34 @@ class WorkerModel {
         Sampler sampler(rows_[row].seed);
         for (int32_t p = first_visible(position, window_); p <= position; ++p) {
           const Kv kv = slots_.at(static_cast<size_t>(slot_of(table, p)));
-          EXPECT_EQ(kv, (Kv{own.at(static_cast<size_t>(p)), p})) << "row " << row << " at " << p;
+          if (own != nullptr) {
+            EXPECT_EQ(kv, (Kv{own->at(static_cast<size_t>(p)), p})) << "row " << row << " at " << p;
+          }
           sampler.see(kv);
         }
-        sampled[t] = sampler.sample();
+        sampled[t] = {row, sampler.sample()};
       }
       EXPECT_EQ(plan.seq_lens()[i],
                 plan.positions()[static_cast<size_t>(plan.query_start()[i + 1]) - 1] + 1);
     }
     std::vector<TokenId> result;
-    for (int32_t index : plan.logits_indices()) result.push_back(sampled.at(index));
+    for (int32_t index : plan.logits_indices()) {
+      const auto [row, token] = sampled.at(index);
+      result.push_back(token);
+      last_sampled_[row] = token;
+    }
     return result;
   }
 
   // A forward pass that failed, or a failed row of it, may have stored anything for tokens [first,
-  // end).
+  // end), and sampled anything.
   void spoil(const PlanView& plan, int32_t first, int32_t end) {
     for (int32_t token = first; token < end; ++token) {
       slots_.at(static_cast<size_t>(plan.slot(token))) = {-7, -7};
+    }
+    for (size_t i = 0; i < plan.rows().size(); ++i) {
+      const int32_t last = plan.query_start()[i + 1] - 1;
+      if (last >= first && last < end) last_sampled_[plan.rows()[i]] = 0;
     }
   }
 
@@ -158,6 +179,7 @@ class WorkerModel {
   const int32_t window_;
   std::vector<Kv> slots_;
   std::map<RowId, Row> rows_;
+  std::map<RowId, TokenId> last_sampled_;
 };
 
 }  // namespace vllm_lite

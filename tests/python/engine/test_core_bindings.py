@@ -31,6 +31,7 @@ def make_core(**changes: Any) -> _core.EngineCore:
         "enable_prefix_caching": True,
         "sliding_window": 0,
         "num_clients": 1,
+        "async_scheduling": False,
         "tokens": table,
     }
     return _core.EngineCore(**{**options, **changes})
