@@ -98,16 +98,10 @@ class InProcessClient:
         # Imports torch, which front ends with a worker elsewhere do without.
         from vllm_lite.worker.worker import Worker
 
-<<<<<<< HEAD
-=======
+        self._worker: Worker = Worker(config, resolved, files, model_config, progress)
         # Not asynchronous: a call of the worker returns with its step's result.
         self._core: _core.EngineCore = make_core(
-            config, resolved, model_config, tokenizer, 1, async_scheduling=False
-        )
->>>>>>> async
-        self._worker: Worker = Worker(config, resolved, files, model_config, progress)
-        self._core: _core.EngineCore = make_core(
-            config, self._worker.resolved, model_config, tokenizer, 1
+            config, self._worker.resolved, model_config, tokenizer, 1, async_scheduling=False
         )
         self._is_closed = False
 
