@@ -97,6 +97,31 @@ void silu_mul(Tensor out, Tensor gate_up, int64_t stream) {
   kKernel(params);
 }
 
+template <void (*kKernel)(const EmbeddingParams&)>
+void embedding(Tensor out, Tensor table, Tensor token_ids, OptionalTensor last_tokens,
+               int64_t stream) {
+  constexpr const char* kOp = "embedding";
+  check(out.dim() == 2 && table.dim() == 2 && out.size(1) == table.size(1) &&
+            out.stride(1) == 1 && table.is_contiguous() && token_ids.numel() == out.size(0),
+        kOp, "out must be [num_tokens, size], table [vocab_size, size] and contiguous, token_ids "
+             "[num_tokens]");
+  check_same_device(kOp, out, table, token_ids, last_tokens);
+  EmbeddingParams params{};
+  params.out = out.mutable_data_ptr();
+  params.table = table.const_data_ptr();
+  params.token_ids = int32_data(token_ids, kOp, "token_ids");
+  params.last_tokens = int32_data(last_tokens, kOp, "last_tokens");
+  params.out_token_stride = out.stride(0);
+  params.num_tokens = static_cast<int32_t>(out.size(0));
+  params.size = static_cast<int32_t>(out.size(1));
+  params.vocab_size = static_cast<int32_t>(table.size(0));
+  params.max_rows = last_tokens ? static_cast<int32_t>(last_tokens->numel()) : 0;
+  params.out_dtype = float_dtype(out, kOp);
+  params.table_dtype = float_dtype(table, kOp);
+  params.stream = stream;
+  kKernel(params);
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(VL_OPS, m) {
   m.def(
       "rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon, Tensor(b!)? residual, "
@@ -104,12 +129,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(VL_OPS, m) {
   m.def(
       "rope(Tensor(a!) query, Tensor(b!) key, Tensor positions, Tensor cos_sin, int stream) -> ()");
   m.def("silu_mul(Tensor(a!) out, Tensor gate_up, int stream) -> ()");
+  m.def(
+      "embedding(Tensor(a!) out, Tensor table, Tensor token_ids, Tensor? last_tokens, int stream) "
+      "-> ()");
 }
 
 #define VL_LAYER_OPS(back_end)                                   \
   m.impl("rms_norm", TORCH_BOX(&rms_norm<rms_norm_##back_end>)); \
   m.impl("rope", TORCH_BOX(&rope<rope_##back_end>));             \
-  m.impl("silu_mul", TORCH_BOX(&silu_mul<silu_mul_##back_end>));
+  m.impl("silu_mul", TORCH_BOX(&silu_mul<silu_mul_##back_end>)); \
+  m.impl("embedding", TORCH_BOX(&embedding<embedding_##back_end>));
 VL_IMPLEMENT_OPS(VL_LAYER_OPS)
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include "bindings/back_ends.h"
 #include "bindings/op_args.h"
 #include "ops/ops.h"
+#include "ops/sample_workspace.h"
 
 namespace vllm_lite {
 namespace {
@@ -13,7 +14,7 @@ void sample(Tensor logits, Tensor rows, Tensor positions, Tensor float_state, Te
             OptionalTensor allowed_start, OptionalTensor allowed_ids, OptionalTensor stop_start,
             OptionalTensor stop_ids, Tensor token_ids, OptionalTensor logprobs,
             OptionalTensor ranks, OptionalTensor top_ids, OptionalTensor top_logprobs,
-            int64_t stream) {
+            OptionalTensor workspace, int64_t stream) {
   constexpr const char* kOp = "sample";
   check(logits.dim() == 2 && logits.stride(1) == 1 && logits.scalar_type() == ScalarType::Float,
         kOp, "logits must be float32 [num_rows, vocab_size]");
@@ -39,7 +40,8 @@ void sample(Tensor logits, Tensor rows, Tensor positions, Tensor float_state, Te
       kOp, "top_ids and top_logprobs, logprobs and ranks come together");
   check_same_device(kOp, logits, rows, positions, float_state, int_state, seeds, output_counts,
                     prompt_mask, bias_start, bias_ids, bias_values, allowed_start, allowed_ids,
-                    stop_start, stop_ids, token_ids, logprobs, ranks, top_ids, top_logprobs);
+                    stop_start, stop_ids, token_ids, logprobs, ranks, top_ids, top_logprobs,
+                    workspace);
   const float* floats = float_data(float_state, kOp, "float_state");
   const int32_t* ints = int32_data(int_state, kOp, "int_state");
   SampleParams params{};
@@ -71,12 +73,18 @@ void sample(Tensor logits, Tensor rows, Tensor positions, Tensor float_state, Te
   params.ranks = int32_data(ranks, kOp, "ranks");
   params.top_ids = int32_data(top_ids, kOp, "top_ids");
   params.top_logprobs = float_data(top_logprobs, kOp, "top_logprobs");
+  params.workspace = byte_data(workspace, kOp, "workspace");
+  params.workspace_bytes = workspace ? workspace->numel() : 0;
   params.num_rows = static_cast<int32_t>(num_rows);
   params.vocab_size = static_cast<int32_t>(vocab_size);
   params.max_rows = static_cast<int32_t>(max_rows);
   params.max_logprobs = top_ids ? static_cast<int32_t>(top_ids->size(1)) : 0;
   params.stream = stream;
   kKernel(params);
+}
+
+int64_t sample_workspace_bytes(int64_t num_rows, int64_t vocab_size) {
+  return SampleWorkspace(nullptr, num_rows, vocab_size).num_bytes;
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(VL_OPS, m) {
@@ -86,11 +94,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(VL_OPS, m) {
       "Tensor? bias_ids, Tensor? bias_values, Tensor? allowed_start, Tensor? allowed_ids, "
       "Tensor? stop_start, "
       "Tensor? stop_ids, Tensor(b!) token_ids, Tensor(c!)? logprobs, Tensor(d!)? ranks, "
-      "Tensor(e!)? top_ids, Tensor(f!)? top_logprobs, int stream) -> ()");
+      "Tensor(e!)? top_ids, Tensor(f!)? top_logprobs, Tensor(g!)? workspace, int stream) -> ()");
+  m.def("sample_workspace_bytes(int num_rows, int vocab_size) -> int");
 }
 
 #define VL_SAMPLE_OPS(back_end) m.impl("sample", TORCH_BOX(&sample<sample_##back_end>));
 VL_IMPLEMENT_OPS(VL_SAMPLE_OPS)
+
+STABLE_TORCH_LIBRARY_IMPL(VL_OPS, CompositeExplicitAutograd, m) {
+  m.impl("sample_workspace_bytes", TORCH_BOX(&sample_workspace_bytes));
+}
 
 }  // namespace
 }  // namespace vllm_lite

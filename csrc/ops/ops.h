@@ -68,6 +68,27 @@ VL_DECLARE_ISA_KERNEL(silu_mul, SiluMulParams)
 void silu_mul_cpu(const SiluMulParams& params);
 void silu_mul_cuda(const SiluMulParams& params);
 
+// out[i] = table[token_ids[i]], rounded once. An id of -1 - r stands for the token that row r sampled
+// last, last_tokens[r]: a step can be prepared before the one that gives its tokens is done. An id
+// that leads out of the table or of last_tokens: zeros on CUDA, which cannot raise; on CPU an Error.
+struct EmbeddingParams {
+  void* out;                   // [num_tokens, size]
+  const void* table;           // [vocab_size, size], contiguous
+  const int32_t* token_ids;    // [num_tokens]
+  const int32_t* last_tokens;  // [max_rows], or nullptr
+  int64_t out_token_stride;    // elements
+  int32_t num_tokens;
+  int32_t size;
+  int32_t vocab_size;
+  int32_t max_rows;
+  DType out_dtype;
+  DType table_dtype;
+  int64_t stream;
+};
+VL_DECLARE_ISA_KERNEL(embedding, EmbeddingParams)
+void embedding_cpu(const EmbeddingParams& params);
+void embedding_cuda(const EmbeddingParams& params);
+
 // GGUF block formats, under ggml's numbers.
 enum class GgmlType : int32_t {
   kF32 = 0,
@@ -142,6 +163,9 @@ struct SampleParams {
   int32_t* ranks;       // [num_rows] or nullptr; 1 + number of raw logits greater than the token's
   int32_t* top_ids;     // [num_rows, max_logprobs] or nullptr; unused entries -1
   float* top_logprobs;  // [num_rows, max_logprobs]
+  // CUDA only: SampleWorkspace's num_bytes or more, 16-byte aligned.
+  void* workspace;
+  int64_t workspace_bytes;
   int32_t num_rows;
   int32_t vocab_size;
   int32_t max_rows;

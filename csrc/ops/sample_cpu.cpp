@@ -13,29 +13,13 @@
 
 #include "core/parallel_for.h"
 #include "ops/ops.h"
+#include "ops/sample_math.h"
 #include "ops/sample_passes.h"
 
 namespace vllm_lite {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-// A logit and its id as one integer whose ascending order is (logit descending, id ascending).
-struct Key {
-  uint64_t bits;
-
-  Key(float logit, int32_t id) {
-    const uint32_t raw = std::bit_cast<uint32_t>(logit + 0.0f);  // -0 equals +0
-    const uint32_t ascending = raw & 0x80000000u ? ~raw : raw | 0x80000000u;
-    bits = static_cast<uint64_t>(~ascending) << 32 | static_cast<uint32_t>(id);
-  }
-  float logit() const {
-    const uint32_t ascending = ~static_cast<uint32_t>(bits >> 32);
-    return std::bit_cast<float>(ascending & 0x80000000u ? ascending & 0x7fffffffu : ~ascending);
-  }
-  int32_t id() const { return static_cast<int32_t>(bits & 0xffffffffu); }
-  friend bool operator<(Key a, Key b) { return a.bits < b.bits; }
-};
 
 struct Weighted {
   Key key;
@@ -155,22 +139,20 @@ class RowSampler {
     draw.x = x;
     draw.size = size_;
     draw.peak = peak;
-    // In float's range, so that the peak's 0 stays 0 and -inf stays -inf.
-    draw.scale = std::clamp(1.0f / params_.temperature[row_], FLT_MIN, FLT_MAX);
+    draw.scale = temperature_scale(params_.temperature[row_]);
     draw.cut_value = -kInfinity;
     draw.cut_id = -1;
     draw.min_scaled = -kInfinity;
     draw.seed = params_.seeds[row_];
     draw.position = static_cast<uint32_t>(params_.positions[index_]);
     const float min_p = params_.min_p[row_];
-    // p >= min_p * p_max, said of logits.
-    if (min_p > 0.0f) draw.min_scaled = static_cast<float>(std::log(std::min<double>(min_p, 1.0)));
+    if (min_p > 0.0f) draw.min_scaled = least_scaled(min_p);
 
     const int32_t top_k = params_.top_k[row_];
     const float top_p = params_.top_p[row_];
     const bool cut_k = top_k > 0 && top_k < size_, cut_p = top_p < 1.0f;
     if (cut_k || cut_p) {
-      const Key last = cut_p ? last_of_top_p(draw, cut_k ? top_k : 0, std::max(top_p, 0.0f))
+      const Key last = cut_p ? last_of_top_p(draw, cut_k ? top_k : 0, top_p)
                              : last_of_top_k(x, top_k);
       draw.cut_value = last.logit();
       draw.cut_id = last.id();
@@ -208,16 +190,13 @@ class RowSampler {
   // likeliest (of all if k is 0).
   Key last_of_top_p(const DrawParams& draw, int32_t k, float p) {
     int64_t total = 0, target = 0;
-    const auto set_target = [&] {
-      target = std::llrint(std::ceil(double{p} * static_cast<double>(total)));
-    };
     if (k > 0) {
       collect_top_k(draw.x, k);
       total = weigh_keys(draw);
-      set_target();
+      target = top_p_target(p, total);
     } else {
       total = passes_.sum_weights(draw.x, size_, draw.peak.value, draw.scale);
-      set_target();
+      target = top_p_target(p, total);
       collect_nucleus(draw, total - target);
       weigh_keys(draw);
     }
@@ -300,10 +279,8 @@ class RowSampler {
 
   void write_logprobs(int32_t token, float max) {
     const int64_t total = passes_.sum_weights(raw_, size_, max, 1.0f);
-    const double log_total = std::log(std::ldexp(static_cast<double>(total), -kWeightBits));
-    const auto logprob = [&](int32_t id) {
-      return static_cast<float>(double{raw_[id]} - max - log_total);
-    };
+    const double log_total = log_of_weight(total);
+    const auto logprob = [&](int32_t id) { return logprob_of(raw_[id], max, log_total); };
     if (params_.logprobs) params_.logprobs[index_] = logprob(token);
     if (params_.ranks) {
       const int64_t above = passes_.count_above(raw_, size_, raw_[token]);

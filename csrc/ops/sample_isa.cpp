@@ -9,6 +9,7 @@
 
 #include "core/isa.h"
 #include "core/simd.h"
+#include "ops/sample_math.h"
 #include "ops/sample_passes.h"
 
 namespace vllm_lite::VL_ISA {
@@ -53,25 +54,14 @@ VL_SIMD FloatLanes load_row(const float* x, int64_t i, int64_t size) {
   return lane_index() < count ? load_partial(x + i, count).v : broadcast(-kInfinity).v;
 }
 
-// exp(d) for d <= 0, relative error about 1e-7; exactly 1 at 0 (polynomial of Cephes' expf).
+// exp(d) for d <= 0: weight_of in lanes.
 VL_SIMD FloatLanes exp_nonpositive(FloatLanes d) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  d = d > -87.0f ? d : broadcast(-87.0f).v;
-  const FloatLanes n = (d * 1.44269504088896341f + kRound) - kRound;
-  const FloatLanes r = (d - n * 0.693359375f) - n * -2.12194440e-4f;
-  FloatLanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  FloatLanes n;
+  const FloatLanes fraction = exp_parts(d > kLeastExponent ? d : broadcast(kLeastExponent).v, &n);
   const IntLanes exponent = (__builtin_convertvector(n, IntLanes) + 127) << 23;
-  return p * (FloatLanes)exponent;
+  return fraction * (FloatLanes)exponent;
 }
 
-// Adding this to a weight in [0, 1] leaves the weight, rounded to kWeightBits, as an integer in the
-// low bits of the double.
-constexpr double kFixedPoint = 1.5 * static_cast<double>(1ll << (52 - kWeightBits));
 VL_SIMD WideLanes fixed_bits(HalfFloatLanes weights) {
   return (WideLanes)(__builtin_convertvector(weights, DoubleLanes) + kFixedPoint);
 }
@@ -165,12 +155,8 @@ int64_t collect_above(const float* x, int64_t begin, int64_t size, float thresho
 void penalize(float* x, int64_t size, const int32_t* output_counts, const uint8_t* prompt_mask,
               float repetition, float frequency, float presence) {
   for (int64_t i = 0; i < size; ++i) {
-    const int32_t count = output_counts[i];
-    const bool in_output = count > 0, seen = in_output | (prompt_mask[i] != 0);
-    const float value = x[i];
-    const float repeated = value > 0.0f ? value / repetition : value * repetition;
-    const float kept = seen ? repeated : value;
-    x[i] = kept - frequency * static_cast<float>(count) - (in_output ? presence : 0.0f);
+    x[i] =
+        penalized(x[i], output_counts[i], prompt_mask[i] != 0, repetition, frequency, presence);
   }
 }
 
@@ -219,24 +205,9 @@ VL_SIMD bool philox_chunk(uint32_t first_id, uint32_t position, uint64_t seed, u
   return any(found);
 }
 
-// Upper bound of 2^32 * exp(d), as a limit that a word must be below. 2^f <= 1 + f on [0, 1], which
-// is what reading (t + 127) * 2^23 as a float gives.
-VL_SIMD uint32_t winning_limit(double d) {
-  const double t = d * 1.4426950408889634 + 32.0;
-  if (t >= 31.99) return 0xffffffffu;
-  if (t <= 0.0) return 1;
-  const int32_t bits = static_cast<int32_t>((t + 127.0) * 8388608.0) + 1;
-  float bound;
-  std::memcpy(&bound, &bits, sizeof(bound));
-  const float limit = bound * 1.0001f + 1.0f;
-  return limit < 4294967040.0f ? static_cast<uint32_t>(static_cast<int64_t>(limit)) : 0xffffffffu;
-}
-
-// A token beats the best score so far only if -log(u) < exp(d - best), and -log(u) >= 1 - u, where
-// 1 - u = (~bits + 0.5) / 2^32. So logarithms are taken of the few tokens whose bits can win, and
-// no noise is computed for a chunk whose best logit cannot: both leave the choice as it is.
+// No noise is computed for a chunk whose best logit cannot win, either.
 int32_t draw(const DrawParams& p) {
-  const uint32_t peak_bits = philox_word(p.seed, p.position, static_cast<uint32_t>(p.peak.id));
+  const uint32_t peak_bits = philox_word(p.seed, p.position, p.peak.id);
   double best = gumbel(peak_bits);
   int32_t best_id = p.peak.id;
   ChunkNoise noise;

@@ -1,5 +1,5 @@
-// The sampler's passes over a row of logits, compiled once per instruction set (sample_isa.cpp),
-// and the noise they share (sample_noise.cpp). sample_cpu.cpp puts them together.
+// The sampler's passes over a row of logits, compiled once per instruction set (sample_isa.cpp).
+// sample_cpu.cpp puts them together.
 //
 // Every result is a maximum, a count, a sum of integers or one element's value: none depends on the
 // vector width, and the elementwise arithmetic has no fused multiply-add. So every instruction set
@@ -9,10 +9,6 @@
 #include <cstdint>
 
 namespace vllm_lite {
-
-// Weights exp(scaled logit) are in (0, 1], kept as integers of this unit: 2^18 of them fit in 64
-// bits with room to spare, and sums of subsets agree exactly whatever their order.
-constexpr int kWeightBits = 40;
 
 // The likeliest candidate of a row.
 struct Peak {
@@ -66,14 +62,5 @@ extern const SamplePasses kSamplePasses;
 namespace avx512 {
 extern const SamplePasses kSamplePasses;
 }
-
-constexpr uint32_t kPhiloxM0 = 0xD2511F53, kPhiloxM1 = 0xCD9E8D57;
-constexpr uint32_t kPhiloxW0 = 0x9E3779B9, kPhiloxW1 = 0xBB67AE85;
-// Philox4x32-10 (Salmon et al., SC 2011) of key (seed low, seed high) and counter (id / 4,
-// position, 0, 0); word id % 4.
-uint32_t philox_word(uint64_t seed, uint32_t position, uint32_t id);
-// -log(-log(u)) for u = (bits + 0.5) / 2^32. Below kMaxGumbel.
-double gumbel(uint32_t bits);
-constexpr double kMaxGumbel = 23.0;
 
 }  // namespace vllm_lite

@@ -102,6 +102,22 @@ def silu_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:
     _ops.silu_mul(out, gate_up, _stream(out))
 
 
+def embedding(
+    out: torch.Tensor,
+    table: torch.Tensor,
+    token_ids: torch.Tensor,
+    last_tokens: torch.Tensor | None = None,
+) -> None:
+    """``out[i] = table[token_ids[i]]``, rounded to ``out``'s dtype.
+
+    An id ``-1 - r`` stands for ``last_tokens[r]``, the token that row r sampled last. An id that
+    leads out of the table or of last_tokens raises on CPU and gives zeros on CUDA.
+    out: ``[num_tokens, size]`` (rows may be strided); table: ``[vocab_size, size]``;
+    token_ids: int32 ``[num_tokens]``; last_tokens: int32 ``[max_rows]``.
+    """
+    _ops.embedding(out, table, token_ids, last_tokens, _stream(out))
+
+
 def dequantize(out: torch.Tensor, blocks: torch.Tensor, ggml_type: int) -> None:
     """Decodes GGUF blocks (uint8, 1-D) of a ggml type into ``out`` (contiguous, any shape)."""
     _ops.dequantize(out, blocks, ggml_type)
@@ -128,6 +144,7 @@ def sample(
     ranks: torch.Tensor | None,
     top_ids: torch.Tensor | None,
     top_logprobs: torch.Tensor | None,
+    workspace: torch.Tensor | None = None,
 ) -> None:
     """Chooses one token per row; the order of processing is documented in ``csrc/ops/ops.h``.
 
@@ -139,12 +156,18 @@ def sample(
     their ragged lists of ids (int32) and values (float32).
     Results: token_ids, ranks: int32 ``[num_rows]``; logprobs: float32 ``[num_rows]``;
     top_ids (int32), top_logprobs (float32): ``[num_rows, max_logprobs]``.
+    workspace: uint8, ``sample_workspace_bytes(num_rows, vocab_size)`` or more; CUDA needs it.
     """
     _ops.sample(
         logits, rows, positions, float_state, int_state, seeds, output_counts, prompt_mask,
         bias_start, bias_ids, bias_values, allowed_start, allowed_ids, stop_start, stop_ids,
-        token_ids, logprobs, ranks, top_ids, top_logprobs, _stream(logits),
+        token_ids, logprobs, ranks, top_ids, top_logprobs, workspace, _stream(logits),
     )  # fmt: skip
+
+
+def sample_workspace_bytes(num_rows: int, vocab_size: int) -> int:
+    """Bytes of the workspace with which ``sample`` runs on CUDA."""
+    return int(_ops.sample_workspace_bytes(num_rows, vocab_size))
 
 
 def cpu_isas() -> list[str]:
