@@ -19,6 +19,13 @@ torch.ops.load_library(_library.origin)  # type: ignore[no-untyped-call]  # torc
 _ops = torch.ops.vllm_lite
 
 
+def has_cuda_kernels() -> bool:
+    """Whether this build has the kernels for CUDA tensors."""
+    return bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key("vllm_lite::paged_attention", "CUDA")  # type: ignore[attr-defined]  # torch's lacks types
+    )
+
+
 def _stream(tensor: torch.Tensor) -> int:
     """The CUDA stream to launch on; 0 on CPU."""
     return torch.cuda.current_stream().cuda_stream if tensor.is_cuda else 0

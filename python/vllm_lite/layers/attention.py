@@ -74,8 +74,11 @@ class Attention:
             key_norm(key, key)
         ops.rope(query, key, batch.positions, self._cos_sin)
         ops.store_kv(key, buffers.value, kv_cache, batch.slot_mapping)
+        plan = batch.attention_plan
         ops.paged_attention(
             buffers.attended_heads, query, kv_cache, batch.block_tables, batch.rows,
             batch.query_start, batch.seq_lens, self._scale, self._sliding_window,
+            plan=None if plan is None else plan.plan,
+            workspace=None if plan is None else plan.workspace,
         )  # fmt: skip
         self._output(buffers.projected, buffers.attended)

@@ -1,6 +1,6 @@
 """What a forward step computes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -27,5 +27,4 @@ class ForwardBatch:
     logits_indices: torch.Tensor  # int32 or int64 [num_logits], tokens whose logits are wanted
     # int32 [max_rows]: what each row sampled last, for the token ids that are placeholders.
     last_tokens: torch.Tensor | None = None
-    # By sliding window of the layer; empty on the CPU, which plans by itself.
-    attention_plans: dict[int, AttentionPlan] = field(default_factory=dict)
+    attention_plan: AttentionPlan | None = None  # the CPU's kernels plan by themselves

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from vllm_lite import ops
 from vllm_lite.layers.attention import Attention
 from vllm_lite.layers.batch import ForwardBatch
 from vllm_lite.layers.buffers import StepBuffers
@@ -97,7 +98,7 @@ class LlamaForCausalLM:
         residual, normed, projected = buffers.residual, buffers.normed, buffers.projected
         if kv_arena is not self._kv_arena:
             self._kv_arena, self._kv_caches = kv_arena, kv_arena.unbind(0)
-        residual.copy_(self._embedding.index_select(0, batch.token_ids))
+        ops.embedding(residual, self._embedding, batch.token_ids, batch.last_tokens)
         added: torch.Tensor | None = None  # what the residual still lacks
         for layer, kv_cache in zip(self._layers, self._kv_caches, strict=True):
             if added is None:

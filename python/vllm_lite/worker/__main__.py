@@ -20,6 +20,7 @@ _FOREVER_MS = 1 << 40
 def serve(channel: Channel) -> None:
     options = channel.receive()
 
+    from vllm_lite.worker.sampler import PendingResult
     from vllm_lite.worker.step_plan import encode_error, step_words_of
     from vllm_lite.worker.worker import Worker
 
@@ -32,23 +33,47 @@ def serve(channel: Channel) -> None:
     def report(done: int, total: int) -> None:
         channel.send({"event": "progress", "done": done, "total": total})
 
-    worker = Worker(config, config.resolve(model_config), files, model_config, report)
+    resolved = config.resolve(model_config)
+    worker = Worker(config, resolved, files, model_config, report)
+    if resolved.num_blocks is None:
+        channel.send({"event": "kv_cache_memory", "bytes": worker.kv_cache_memory})
     channel.send({"event": "ready"})
     step_timeout = int(config.step_timeout * 1000)
-    while True:
-        plan = plans.peek(_FOREVER_MS)
-        if plan is None:
-            continue
+
+    def answer(words: list[int], pending: PendingResult | str) -> bytes:
+        if isinstance(pending, str):
+            return encode_error(words, pending)
         try:
-            result = worker.execute(plan)
+            return pending.wait()
         except Exception as error:
             logger.exception("a step failed")
-            result = encode_error(step_words_of(plan), f"{type(error).__name__}: {error}")
-        finally:
-            plan.release()
-            plans.release()
+            return encode_error(words, f"{type(error).__name__}: {error}")
+
+    def push(result: bytes) -> None:
         if not results.push(result, step_timeout):
             raise RuntimeError("the engine core takes no results any more")
+
+    unanswered: tuple[list[int], PendingResult | str] | None = None
+    while True:
+        # A step is begun before the one before is answered, if its plan is there already.
+        plan = plans.peek(_FOREVER_MS if unanswered is None else 0)
+        begun: tuple[list[int], PendingResult | str] | None = None
+        if plan is not None:
+            try:
+                begun = step_words_of(plan), worker.launch(plan)
+            except Exception as error:
+                logger.exception("a step failed")
+                begun = step_words_of(plan), f"{type(error).__name__}: {error}"
+            finally:
+                plan.release()
+                plans.release()
+        if unanswered is not None:
+            push(answer(*unanswered))
+            unanswered = None
+        if begun is not None and isinstance(begun[1], PendingResult) and begun[1].is_pending:
+            unanswered = begun
+        elif begun is not None:
+            push(answer(*begun))
 
 
 if __name__ == "__main__":

@@ -35,8 +35,12 @@ class PendingResult:
         if token_ids is not None and token_ids.is_cuda:
             # Pinned memory comes from torch's cache, which keeps it until the copy has been made.
             self._parts = [part if part is None else _to_pinned(part) for part in parts]
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's lacks types
             self._event.record()
+
+    @property
+    def is_pending(self) -> bool:
+        return self._event is not None
 
     def wait(self) -> bytes:
         """The words of csrc/scheduler/step_plan.h. Raises RuntimeError if the device failed."""
@@ -69,6 +73,13 @@ class Sampler:
         self._output_counts: torch.Tensor | None = None
         self._prompt_mask: torch.Tensor | None = None
         self._workspace: torch.Tensor | None = None
+        if device.type == "cuda":
+            size = ops.sample_workspace_bytes(max_rows, vocab_size)
+            self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def penalty_bytes(self) -> int:
+        """What the first row with penalties will take."""
+        return self._max_rows * self._vocab_size * (4 + 1)
 
     def free_row(self, row: int) -> None:
         self._lists.forget(row)
@@ -163,12 +174,11 @@ class Sampler:
             logits, rows, positions, self._float_state, self._int_state, self._seeds,
             self._output_counts, self._prompt_mask, bias_start, bias_ids, bias_values,
             allowed_start, allowed_ids, stop_start, stop_ids,
-            token_ids, logprobs, ranks, top_ids, top_logprobs,
+            token_ids, logprobs, ranks, top_ids, top_logprobs, self._workspace,
         )  # fmt: skip
-        self.last_tokens[rows.long()] = token_ids
-        return PendingResult(
-            plan.step_words, [token_ids, logprobs, ranks, top_ids, top_logprobs]
-        )
+        # A row that failed has -1, and what follows it is thrown away: any id will do.
+        self.last_tokens.index_copy_(0, rows.long(), token_ids.clamp(min=0))
+        return PendingResult(plan.step_words, [token_ids, logprobs, ranks, top_ids, top_logprobs])
 
     def _empty(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)

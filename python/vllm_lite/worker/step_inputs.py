@@ -1,6 +1,6 @@
 """The tensors of a step's forward pass, in one buffer that reaches the device in one copy."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ class InputSizes:
     num_tokens: int
     num_seqs: int
     num_logits: int
-    plan_words: int = 0  # of each attention plan
+    plan_words: int = 0  # of the attention plan; 0: there is none
 
 
 class StepInputs:
@@ -32,18 +32,16 @@ class StepInputs:
     def __init__(
         self,
         sizes: InputSizes,
-        windows: tuple[int, ...],
-        workspace: torch.Tensor | None,
         block_tables: torch.Tensor,
         last_tokens: torch.Tensor,
+        workspace: torch.Tensor | None = None,
     ) -> None:
-        """windows: the sliding windows of the model's layers that need a plan each."""
+        """workspace: of the attention kernels, if they need a plan."""
         self.sizes = sizes
-        self._windows = windows
         tokens, seqs, logits = sizes.num_tokens, sizes.num_seqs, sizes.num_logits
         # Slots are 64-bit, hence first.
         lengths = [2 * tokens, tokens, tokens, seqs + 1, seqs, seqs, logits, logits, logits]
-        lengths += [sizes.plan_words] * len(windows)
+        lengths.append(sizes.plan_words)
         self._starts = np.cumsum([0, *lengths]).tolist()
         device = block_tables.device
         self._words = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
@@ -59,18 +57,18 @@ class StepInputs:
             block_tables=block_tables,
             logits_indices=parts[6],
             last_tokens=last_tokens,
-            attention_plans={
-                window: AttentionPlan(part, workspace)
-                for window, part in zip(windows, parts[9:], strict=True)
-                if workspace is not None
-            },
+            attention_plan=None if workspace is None else AttentionPlan(parts[9], workspace),
         )
 
     def _split(self, words: torch.Tensor) -> list[torch.Tensor]:
         return [words[begin:end] for begin, end in pairwise(self._starts)]
 
-    def load(self, plan: StepPlan, attention_plans: Mapping[int, torch.Tensor]) -> None:
-        """Copies a plan's tensors and, by window, its attention plans onto the device."""
+    def load(
+        self, plan: StepPlan, plan_attention: Callable[[StepPlan, torch.Tensor], None]
+    ) -> None:
+        """Copies a plan's tensors onto the device, and the attention plan that the function
+        writes.
+        """
         sizes = self.sizes
         assert plan.num_tokens <= sizes.num_tokens and plan.num_seqs <= sizes.num_seqs
         on_device = self._words.is_cuda
@@ -87,12 +85,10 @@ class StepInputs:
             (parts[6], plan.logits_indices, 0),
             (parts[7], plan.sample_rows, 0),
             (parts[8], plan.sample_positions, 0),
-            *(
-                (part, attention_plans[window], 0)
-                for window, part in zip(self._windows, parts[9:], strict=True)
-            ),
         ):
             count = len(values)
             part[:count] = values
             part[count:] = padding
+        if sizes.plan_words:
+            plan_attention(plan, parts[9])
         self._words.copy_(staging, non_blocking=on_device)

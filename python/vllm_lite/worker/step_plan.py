@@ -60,6 +60,10 @@ class StepPlan:
         self.seq_lens = self._take(self.num_seqs)
         self.rows = self._take(self.num_seqs)
         self.logits_indices = self._take(self.num_logits)
+        # The sequences that are sampled are those whose last token has logits.
+        sampled = torch.searchsorted(self.query_start, self.logits_indices, right=True) - 1
+        self.sample_rows = self.rows[sampled]
+        self.sample_positions = self.seq_lens[sampled]
         self.table_updates = self._take(3 * num_updates).view(num_updates, 3)
         self.block_copies = self._take(2 * num_copies).view(num_copies, 2)
         self.freed_rows = words[self._next : self._next + num_freed].tolist()

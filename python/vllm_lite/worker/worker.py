@@ -1,22 +1,29 @@
 """Runs step plans on one device: block tables and KV arena, the model, the sampler."""
 
+import logging
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from vllm_lite import ops
 from vllm_lite.config import EngineConfig, ResolvedConfig, available_cores
 from vllm_lite.model_config import ModelConfig
 from vllm_lite.model_files import ModelFiles
-from vllm_lite.models import ForwardBatch, load_model
-from vllm_lite.worker.sampler import Sampler
+from vllm_lite.models import load_model
+from vllm_lite.worker.cuda import DecodeGraphs, check_device, measured_kv_memory
+from vllm_lite.worker.sampler import PendingResult, Sampler
+from vllm_lite.worker.step_inputs import InputSizes, StepInputs
 from vllm_lite.worker.step_plan import StepPlan
+
+logger = logging.getLogger(__name__)
 
 
 class Worker:
     """Decides nothing: executes what the engine core plans.
 
-    ``progress(bytes_done, bytes_total)`` follows the loading of the weights.
+    ``progress(bytes_done, bytes_total)`` follows the loading of the weights. ``resolved`` is what
+    was given, completed by what the device has room for.
     """
 
     def __init__(
@@ -28,44 +35,137 @@ class Worker:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         torch.set_num_threads(config.num_threads or available_cores())
-        dtype = getattr(torch, resolved.dtype)
-        self.model = load_model(files, model_config, dtype, resolved.max_model_len, progress)
-        # Untouched pages cost nothing, so the arena may be larger than what is used.
-        self.kv_arena = torch.empty(
-            model_config.num_layers,
-            resolved.num_blocks,
-            2,
-            model_config.num_kv_heads,
-            config.block_size,
-            model_config.head_size,
-            dtype=dtype,
-        )
+        self._device = torch.device(resolved.device)
+        if resolved.device == "cuda":
+            check_device()
+        self._config = config
+        self._model_config = model_config
+        self._dtype = getattr(torch, resolved.dtype)
+        self.model = load_model(
+            files, model_config, self._dtype, resolved.max_model_len, progress, self._device,
+            random_weights=config.load_format == "dummy",
+        )  # fmt: skip
         max_blocks = -(-resolved.max_model_len // config.block_size)
-        self._block_tables = torch.zeros(config.max_num_seqs, max_blocks, dtype=torch.int32)
-        self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size)
+        self._block_tables = torch.zeros(
+            config.max_num_seqs, max_blocks, dtype=torch.int32, device=self._device
+        )
+        self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, self._device)
+        self._workspace: torch.Tensor | None = None
+        if resolved.device == "cuda":
+            size = ops.attention_workspace_size(model_config.num_kv_heads, model_config.head_size)
+            self._workspace = torch.empty(size, device=self._device)
+        if resolved.num_blocks is None:
+            memory = measured_kv_memory(
+                config.gpu_memory_utilization,
+                self._sampler.penalty_bytes(),
+                self._run_largest_step,
+            )
+            resolved = msgspec.structs.replace(config, kv_cache_memory=memory).resolve(model_config)
+        assert resolved.num_blocks is not None
+        self.resolved = resolved
+        self.kv_cache_memory = resolved.num_blocks * resolved.block_bytes
+        self.kv_arena = self._make_arena(resolved.num_blocks)
+        self._graphs: DecodeGraphs | None = None
+        if resolved.device == "cuda" and not config.enforce_eager:
+            self._graphs = DecodeGraphs(
+                config.max_num_seqs,
+                lambda num_seqs: self._make_inputs(num_seqs, num_seqs, num_seqs),
+                self._forward,
+            )
+        logger.info(
+            "%s, %s, max_model_len %d, KV cache %.2f GiB (%d tokens)",
+            resolved.device,
+            resolved.dtype,
+            resolved.max_model_len,
+            self.kv_cache_memory / 2**30,
+            resolved.num_blocks * config.block_size,
+        )
 
-    @torch.inference_mode()
     def execute(self, plan_bytes: memoryview | bytes) -> bytes:
         """Runs one step; returns the words of its result (csrc/scheduler/step_plan.h)."""
+        return self.launch(plan_bytes).wait()
+
+    @torch.inference_mode()
+    def launch(self, plan_bytes: memoryview | bytes) -> PendingResult:
+        """Begins a step. On a GPU it returns before the step is done; steps run in order."""
         plan = StepPlan(plan_bytes)
         for row in plan.freed_rows:
             self._sampler.free_row(row)
-        for new_row in plan.new_rows:
-            self._sampler.add_row(new_row)
+        self._sampler.add_rows(plan.new_rows)
         if len(plan.table_updates):
-            row, index, block = plan.table_updates.unbind(1)
-            self._block_tables[row, index] = block
+            row, index, block = plan.table_updates.to(self._device).long().unbind(1)
+            self._block_tables[row, index] = block.int()
         if len(plan.block_copies):
-            ops.copy_blocks(self.kv_arena, plan.block_copies.contiguous())
-        batch = ForwardBatch(
-            token_ids=self._sampler.known_token_ids(plan),
-            positions=plan.positions,
-            slot_mapping=plan.slot_mapping,
-            query_start=plan.query_start,
-            seq_lens=plan.seq_lens,
-            rows=plan.rows,
-            block_tables=self._block_tables,
-            logits_indices=plan.logits_indices.long(),
+            ops.copy_blocks(self.kv_arena, plan.block_copies.to(self._device).contiguous())
+        inputs, logits = self._compute(plan)
+        count = plan.num_logits
+        return self._sampler.sample(
+            logits[:count], inputs.sample_rows[:count], inputs.sample_positions[:count], plan
         )
-        logits = self.model(batch, self.kv_arena)
-        return self._sampler.sample(logits, plan)
+
+    def _compute(self, plan: StepPlan) -> tuple[StepInputs, torch.Tensor]:
+        """(the step's tensors, logits ``[num_logits or more, vocab_size]``)"""
+        # Only a step of decodes alone has one token in each sequence, and samples from every one.
+        is_decode = plan.num_tokens == plan.num_seqs == plan.num_logits
+        if self._graphs is not None and is_decode:
+            inputs = self._graphs.inputs_for(plan.num_seqs)
+            inputs.load(plan, self._plan_attention)
+            return inputs, self._graphs.run(inputs)
+        inputs = self._make_inputs(plan.num_tokens, plan.num_seqs, plan.num_logits)
+        inputs.load(plan, self._plan_attention)
+        return inputs, self._forward(inputs)
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        return self.model(inputs.batch, self.kv_arena)
+
+    def _make_inputs(self, num_tokens: int, num_seqs: int, num_logits: int) -> StepInputs:
+        plan_words = 0
+        if self._workspace is not None:
+            plan_words = ops.attention_plan_size(
+                num_tokens, num_seqs, self._model_config.num_heads, self._model_config.num_kv_heads
+            )
+        return StepInputs(
+            InputSizes(num_tokens, num_seqs, num_logits, plan_words),
+            self._block_tables,
+            self._sampler.last_tokens,
+            self._workspace,
+        )
+
+    def _plan_attention(self, plan: StepPlan, words: torch.Tensor) -> None:
+        config = self._model_config
+        ops.plan_attention(
+            plan.query_start,
+            plan.seq_lens,
+            config.num_heads,
+            config.num_kv_heads,
+            # A plan without a window is right for layers with one, too.
+            config.sliding_window if config.all_layers_windowed else 0,
+            words,
+        )
+
+    def _make_arena(self, num_blocks: int) -> torch.Tensor:
+        config = self._model_config
+        # On the CPU untouched pages cost nothing, so the arena may be larger than what is used.
+        return torch.empty(
+            config.num_layers,
+            num_blocks,
+            2,
+            config.num_kv_heads,
+            self._config.block_size,
+            config.head_size,
+            dtype=self._dtype,
+            device=self._device,
+        )
+
+    @torch.inference_mode()
+    def _run_largest_step(self) -> None:
+        """A forward pass of as many tokens and logits as a step may have.
+
+        The inputs are all zero: sequences without tokens, so that attention, whose workspace is
+        there already, has nothing to do, and one slot of one block for all KV.
+        """
+        num_tokens = self._config.max_num_batched_tokens
+        num_logits = min(self._config.max_num_seqs, num_tokens)
+        self.kv_arena = self._make_arena(1)
+        self._forward(self._make_inputs(num_tokens, num_logits, num_logits))
+        del self.kv_arena
