@@ -22,7 +22,7 @@ _ops = torch.ops.vllm_lite
 def has_cuda_kernels() -> bool:
     """Whether this build has the kernels for CUDA tensors."""
     return bool(
-        torch._C._dispatch_has_kernel_for_dispatch_key("vllm_lite::paged_attention", "CUDA")  # type: ignore[attr-defined]  # torch's lacks types
+        torch._C._dispatch_has_kernel_for_dispatch_key("vllm_lite::paged_attention", "CUDA")
     )
 
 

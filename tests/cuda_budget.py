@@ -1,0 +1,116 @@
+"""Registers, spills and shared memory of every CUDA kernel, held by tests/cuda_budget.json.
+
+    python tests/cuda_budget.py            compile for sm_90a and compare (needs nvcc, no GPU)
+    python tests/cuda_budget.py --update   write what was found
+
+A kernel may use no more registers or static shared memory than its budget says, and may never
+spill. A kernel that the budget does not name, or that is gone, is an error too.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BUDGET = Path(__file__).with_suffix(".json")
+ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
+
+Usage = dict[str, int]
+
+
+def compile_kernels(source: Path) -> str:
+    """What ptxas says of a file's kernels. Raises CalledProcessError if it does not compile."""
+    # No multiply-add is contracted where the build does not: see csrc/ops/CMakeLists.txt.
+    flags = ["-fmad=false"] if source.name == "sample.cu" else []
+    with tempfile.TemporaryDirectory() as directory:
+        done = subprocess.run(
+            ["nvcc", "-std=c++20", "-O3", ARCHITECTURE, *flags, "-I", ROOT / "csrc", "-Xptxas=-v",
+             "-c", source, "-o", Path(directory) / "kernels.o"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    if done.returncode != 0:
+        raise RuntimeError(f"{source.name} does not compile for sm_90a:\n{done.stderr}")
+    return done.stderr
+
+
+def parse(text: str) -> dict[str, Usage]:
+    """Kernel name -> usage, from the lines of ``ptxas -v``."""
+    found: dict[str, Usage] = {}
+    name = ""
+    for line in text.splitlines():
+        if match := re.search(r"Compiling entry function '(\w+)'", line):
+            name = match[1]
+            found[name] = {"registers": 0, "spill_bytes": 0, "shared_bytes": 0}
+        elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            found[name]["spill_bytes"] = int(match[1]) + int(match[2])
+        elif match := re.search(r"Used (\d+) registers", line):
+            found[name]["registers"] = int(match[1])
+            if shared := re.search(r"(\d+) bytes smem", line):
+                found[name]["shared_bytes"] = int(shared[1])
+    return found
+
+
+def readable(names: list[str]) -> list[str]:
+    """Demangled, without namespaces, return type and parameters."""
+    plain = subprocess.run(
+        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    short = []
+    for name in plain:
+        name = name.replace("(anonymous namespace)::", "").replace("vllm_lite::", "")
+        depth = 0
+        for end, character in enumerate(name):
+            depth += (character == "<") - (character == ">")
+            if character == "(" and depth == 0 and not name[:end].endswith(("::", " ")):
+                name = name[:end]
+                break
+        short.append(re.sub(r"\((\w|::)+\)", "", name).removeprefix("void "))
+    return short
+
+
+def measure() -> dict[str, Usage]:
+    sources = sorted((ROOT / "csrc").rglob("*.cu"))
+    found: dict[str, Usage] = {}
+    with ThreadPoolExecutor(2) as pool:
+        for text in pool.map(compile_kernels, sources):
+            usage = parse(text)
+            found |= dict(zip(readable(list(usage)), usage.values(), strict=True))
+    return dict(sorted(found.items()))
+
+
+def complaints(found: dict[str, Usage], budget: dict[str, Usage]) -> list[str]:
+    said = [f"{name}: not in the budget" for name in found.keys() - budget.keys()]
+    said += [
+        f"{name}: in the budget, but there is no such kernel"
+        for name in budget.keys() - found.keys()
+    ]
+    for name in found.keys() & budget.keys():
+        for what, used in found[name].items():
+            allowed = budget[name][what]
+            if used > allowed:
+                said.append(f"{name}: {used} {what}, the budget is {allowed}")
+    return sorted(said)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--update", action="store_true", help="write the budget")
+    found = measure()
+    spilling = [name for name, usage in found.items() if usage["spill_bytes"]]
+    if parser.parse_args().update:
+        BUDGET.write_text(json.dumps(found, indent=1) + "\n")
+    for line in (said := complaints(found, json.loads(BUDGET.read_text()))):
+        print(line)
+    for name in spilling:
+        print(f"{name}: spills")
+    print(f"{len(found)} kernels, {max(u['registers'] for u in found.values())} registers at most")
+    return 1 if said or spilling else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
