@@ -73,6 +73,36 @@ def decode_seconds(llm: LLM, batch: int, length: int, vocab_size: int) -> float:
     return (many - few) / 64
 
 
+def step_parts(directory: str, batch: int, length: int, vocab_size: int) -> tuple[float, float]:
+    """(host seconds to launch a decode step, seconds that its kernels run), in one process."""
+    from vllm_lite.worker.worker import Worker
+
+    launched: list[float] = []
+    launch = Worker.launch
+
+    def timed(worker: Worker, plan: memoryview) -> object:
+        begin = time.perf_counter()
+        pending = launch(worker, plan)
+        launched.append(time.perf_counter() - begin)
+        return pending
+
+    params = SamplingParams(temperature=0, max_tokens=34, ignore_eos=True)
+    load = prompts(batch, length, vocab_size)
+    with LLM(
+        directory, load_format="dummy", device="cuda", max_model_len=8192, max_num_seqs=batch
+    ) as llm:
+        llm.generate(load, params, use_tqdm=False)
+        Worker.launch = timed  # type: ignore[method-assign,assignment]
+        try:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+                llm.generate(load, params, use_tqdm=False)
+        finally:
+            Worker.launch = launch  # type: ignore[method-assign]
+    # The first steps, which compute the ends of the prompts, are few: the median is a decode's.
+    kernels = sum(event.self_device_time_total for event in seen.key_averages()) * 1e-6
+    return sorted(launched)[len(launched) // 2], kernels / len(launched)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, action="append")
@@ -96,14 +126,12 @@ def main() -> None:
                 layer = hidden * head_dim * 2 * (heads + kv_heads)
                 layer += 3 * hidden * int(config["intermediate_size"])
                 weight_bytes = 2 * (layers * layer + vocab_size * hidden)
+                decodes = []
                 for batch, length in ((1, 512), (arguments.batch, 512)):
                     seconds = decode_seconds(llm, batch, length, vocab_size)
                     kv_bytes = 4 * layers * kv_heads * head_dim * batch * length
                     least = (weight_bytes + kv_bytes) / ceilings.copy_bandwidth
-                    report(
-                        "end to end", f"{shape}, decode, batch {batch}, context {length}", seconds,
-                        tokens_per_s=batch / seconds, bound_us=least * 1e6, share=least / seconds,
-                    )  # fmt: skip
+                    decodes.append((batch, length, seconds, least))
                 count, length, out = 2 * arguments.batch, 1024, 128
                 params = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True)
                 begin = time.perf_counter()
@@ -113,6 +141,14 @@ def main() -> None:
                     "end to end", f"{shape}, {count} prompts of {length} tokens, {out} out",
                     seconds, output_tokens_per_s=count * out / seconds,
                     total_tokens_per_s=count * (length + out) / seconds,
+                )  # fmt: skip
+
+            for batch, length, seconds, least in decodes:
+                host, kernels = step_parts(directory, batch, length, vocab_size)
+                report(
+                    "end to end", f"{shape}, decode, batch {batch}, context {length}", seconds,
+                    tokens_per_s=batch / seconds, bound_us=least * 1e6, share=least / seconds,
+                    host_us=host * 1e6, gpu_idle_share=max(0.0, 1 - kernels / seconds),
                 )  # fmt: skip
 
 
