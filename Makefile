@@ -10,6 +10,8 @@ PYTEST_ARGS ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 BUILD := build/dev
+# What clang-format looks after.
+CXX_SOURCES := '*.h' '*.cpp' '*.cu' '*.cuh'
 STAMPS := $(VENV)/.stamps
 # What the installed extension is built from.
 NATIVE := $(shell find csrc cmake CMakeLists.txt pyproject.toml -type f)
@@ -36,15 +38,15 @@ test: $(STAMPS)/installed $(STAMPS)/demo $(STAMPS)/dev lint $(BUILD)/.built
 
 lint: $(STAMPS)/dev
 	@echo "== clang-format, ruff, mypy"
-	@git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.cpp' 'tests/cpp/*.h' 'bench/cpp/*.cpp' 'bench/cpp/*.h' | xargs $(VENV)/bin/clang-format --dry-run -Werror
-	@$(VENV)/bin/ruff format --check -q python tests/python bench
-	@$(VENV)/bin/ruff check -q python tests/python bench
+	@git ls-files $(CXX_SOURCES) | xargs $(VENV)/bin/clang-format --dry-run -Werror
+	@$(VENV)/bin/ruff format --check -q python tests bench
+	@$(VENV)/bin/ruff check -q python tests bench
 	@$(VENV)/bin/mypy --no-error-summary
 
 format: $(STAMPS)/dev
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.cpp' 'tests/cpp/*.h' 'bench/cpp/*.cpp' 'bench/cpp/*.h' | xargs $(VENV)/bin/clang-format -i
-	$(VENV)/bin/ruff format -q python tests/python bench
-	$(VENV)/bin/ruff check -q --fix python tests/python bench
+	git ls-files $(CXX_SOURCES) | xargs $(VENV)/bin/clang-format -i
+	$(VENV)/bin/ruff format -q python tests bench
+	$(VENV)/bin/ruff check -q --fix python tests bench
 
 bench-cpp: $(STAMPS)/installed $(BUILD)/.built
 	@mkdir -p build/bench
