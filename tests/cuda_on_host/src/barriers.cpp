@@ -1,6 +1,5 @@
 #include "cuda_on_host/barriers.h"
 
-#include <bit>
 #include <string>
 
 #include "cuda_on_host/block.h"
@@ -13,9 +12,7 @@ char device_fence_order;
 
 void release_waiting(Block& block, Barrier& barrier) {
   for (uint32_t i = 0; i < block.num_warps; ++i) {
-    for (uint32_t lanes = barrier.waiting[i]; lanes != 0; lanes &= lanes - 1) {
-      make_ready(*block.warps[i].threads[std::countr_zero(lanes)]);
-    }
+    if (barrier.waiting[i] != 0) make_ready(block.warps[i], barrier.waiting[i]);
     barrier.waiting[i] = 0;
   }
 }

@@ -1,10 +1,7 @@
 #include "cuda_on_host/block.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <bit>
-#include <new>
 
 #include "cuda_on_host/options.h"
 #include "sanitizers.h"
@@ -30,7 +27,7 @@ uint64_t next_random(uint64_t& state) {  // splitmix64
 // The number of a set bit of `mask`: a random one under a seed, else the first from `first` on,
 // around.
 uint32_t pick(Block& block, uint32_t mask, uint32_t first) {
-  if (options().seed != 0) {
+  if (block.random) {
     uint64_t skip = next_random(block.random_state) % std::popcount(mask);
     while (skip-- > 0) mask &= mask - 1;
     return std::countr_zero(mask);
@@ -47,7 +44,7 @@ void clear_ready(Block& block, Thread& thread) {
 
 Thread& take_next_ready(Block& block) {
   const Thread* thread = current.thread;
-  const bool stay = options().seed == 0 && (block.ready_warps >> block.current_warp & 1) != 0;
+  const bool stay = !block.random && (block.ready_warps >> block.current_warp & 1) != 0;
   if (!stay) block.current_warp = pick(block, block.ready_warps, block.current_warp + 1);
   Warp& warp = block.warps[block.current_warp];
   const bool same_warp = thread != nullptr && thread->warp == block.current_warp;
@@ -104,10 +101,7 @@ void complete(Warp& warp, Warp::Meeting& meeting) {
   const Warp::Meeting met = meeting;
   meeting = {};
   met.collective->complete(warp, met.arrived);
-  for (uint32_t lanes = met.arrived; lanes != 0; lanes &= lanes - 1) {
-    Thread& thread = *warp.threads[std::countr_zero(lanes)];
-    if (&thread != current.thread) make_ready(thread);
-  }
+  make_ready(warp, met.arrived & ~(1u << current.thread->lane));
 }
 
 Warp::Meeting& find_meeting(Warp& warp, const Collective& collective, uint32_t mask) {
@@ -179,27 +173,20 @@ Block::Block(const std::function<void()>& kernel_, dim3 grid_, dim3 dim_,
       threads(new Thread[num_threads]),
       warps(new Warp[num_warps]),
       shared(dynamic_shared_bytes, shared_limit) {
-  void* memory = mmap(nullptr, num_threads * options().stack_bytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  stacks = static_cast<std::byte*>(memory);
   for (uint32_t i = 0; i < num_threads; ++i) {
     Thread& thread = threads[i];
     thread.index = {i % dim.x, i / dim.x % dim.y, i / (dim.x * dim.y)};
     thread.lane = i % kWarpSize;
     thread.warp = i / kWarpSize;
+    warps[thread.warp].number = thread.warp;
     warps[thread.warp].threads[thread.lane] = &thread;
     warps[thread.warp].members |= 1u << thread.lane;
   }
 }
 
-Block::~Block() {
-  unpoison(stacks, num_threads * options().stack_bytes);
-  munmap(stacks, num_threads * options().stack_bytes);
-}
-
 void Block::run(uint3 block_index, uint64_t seed) {
   index = block_index;
+  random = options().seed != 0;
   random_state = seed;
   live = num_threads;
   ready_warps = current_warp = 0;
@@ -212,7 +199,7 @@ void Block::run(uint3 block_index, uint64_t seed) {
   for (uint32_t i = 0; i < num_threads; ++i) {
     Thread& thread = threads[i];
     thread.done = false;
-    thread.fiber.start(stacks + i * options().stack_bytes, options().stack_bytes, thread_main);
+    thread.fiber.start(thread_main);
     make_ready(thread);
   }
   publish(this);
@@ -237,20 +224,25 @@ void fail(const std::string& what, const Thread& thread) {
 
 void fail(const std::string& what) { fail(what, *current.thread); }
 
-void make_ready(Thread& thread) {
-  thread.waits_at = nullptr;
-  current.block->warps[thread.warp].ready |= 1u << thread.lane;
-  current.block->ready_warps |= 1u << thread.warp;
+void make_ready(Warp& warp, uint32_t lanes) {
+  warp.ready |= lanes;
+  current.block->ready_warps |= 1u << warp.number;
+}
+
+void make_ready(const Thread& thread) {
+  make_ready(current.block->warps[thread.warp], 1u << thread.lane);
 }
 
 void wait_at(const char* what) {
-  current.thread->waits_at = what;
+  Thread& thread = *current.thread;
+  thread.waits_at = what;
   run_others();
+  thread.waits_at = nullptr;
 }
 
 void scheduling_point() {
   constexpr uint32_t kPollsInARow = 64;
-  if (options().seed != 0 || ++current.block->polls % kPollsInARow == 0) yield();
+  if (current.block->random || ++current.block->polls % kPollsInARow == 0) yield();
 }
 
 void meet(const Collective& collective, uint32_t mask, void* operands) {
@@ -269,7 +261,7 @@ void meet(const Collective& collective, uint32_t mask, void* operands) {
   meeting.arrived |= lane;
   if (all_arrived(warp, meeting)) {
     complete(warp, meeting);
-    if (options().seed != 0) yield();
+    if (block.random) yield();
   } else {
     wait_at(collective.name);
   }

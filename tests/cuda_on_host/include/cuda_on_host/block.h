@@ -50,7 +50,7 @@ struct Thread {
   uint3 index{};
   uint32_t lane = 0, warp = 0;
   bool done = false;
-  const char* waits_at = nullptr;  // what it waits at; null if it is ready
+  const char* waits_at = nullptr;  // what it waits at; null while it runs
   void* operands = nullptr;        // of the collective it waits at, on its own stack
   CopyQueue copies;
 };
@@ -63,6 +63,7 @@ struct Warp {
     char* order = nullptr;
   };
 
+  uint32_t number = 0;
   Thread* threads[kWarpSize] = {};
   uint32_t members = 0;  // lanes that exist
   uint32_t ready = 0, exited = 0;
@@ -129,7 +130,6 @@ struct Block {
   uint3 index{};
 
   uint32_t num_threads, num_warps;
-  std::byte* stacks;
   std::unique_ptr<Thread[]> threads;
   std::unique_ptr<Warp[]> warps;
   Barrier barriers[kNumBarriers];
@@ -139,6 +139,7 @@ struct Block {
   Fiber os_thread;
   uint32_t live = 0;
   uint32_t ready_warps = 0, current_warp = 0;
+  bool random = false;  // under a seed
   uint64_t random_state = 0;
   uint32_t polls = 0;
   std::exception_ptr error;
@@ -149,7 +150,6 @@ struct Block {
 
   Block(const std::function<void()>& kernel_, dim3 grid_, dim3 dim_, uint32_t dynamic_shared_bytes,
         uint32_t shared_limit);
-  ~Block();
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
 
@@ -162,15 +162,17 @@ struct Current {
   Block* block;
   Thread* thread;
 };
-extern constinit thread_local Current current;
+// initial-exec: two words that a shared library need not call a function for.
+extern constinit thread_local Current current __attribute__((tls_model("initial-exec")));
 
 // Throws KernelError with the running block and thread, or those given.
 [[noreturn]] void fail(const std::string& what);
 [[noreturn]] void fail(const std::string& what, const Thread& thread);
 
-// The running thread waits (at something that has a name) until make_ready is called for it.
+// The running thread waits (at something that has a name) until it is made ready.
 void wait_at(const char* what);
-void make_ready(Thread& thread);
+void make_ready(const Thread& thread);
+void make_ready(Warp& warp, uint32_t lanes);
 // Lets other threads run: always under a seed, else now and then, so that a loop that polls ends.
 void scheduling_point();
 
