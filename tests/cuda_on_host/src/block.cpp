@@ -55,18 +55,17 @@ Thread& take_next_ready(Block& block) {
 
 [[noreturn]] void fail_for_deadlock(Block& block) {
   constexpr int kNamed = 6;
-  std::string what = "deadlock: no thread can go on;";
+  std::string what;
   const Thread* first = nullptr;
   int waiting = 0;
   for (uint32_t i = 0; i < block.num_threads; ++i) {
     const Thread& thread = block.threads[i];
     if (thread.done) continue;
     if (first == nullptr) first = &thread;
-    if (waiting++ < kNamed)
-      what += " " + coordinates(thread.index) + " at " + thread.waits_at + ",";
+    if (waiting++ < kNamed) what += ", " + coordinates(thread.index) + " at " + thread.waits_at;
   }
-  what.back() = waiting > kNamed ? ' ' : ';';
-  what += "waiting: " + std::to_string(waiting) + " of " + std::to_string(block.num_threads);
+  what = "deadlock: " + std::to_string(waiting) + " of " + std::to_string(block.num_threads) +
+         " threads wait" + what + (waiting > kNamed ? ", ..." : "");
   for (const MBarrier& barrier : block.mbarriers) {
     if (barrier.waiting.empty()) continue;
     what += "; an mbarrier lacks " + std::to_string(barrier.missing) + " arrivals and expects " +
@@ -133,10 +132,8 @@ void end_thread(Block& block, Thread& thread) {
   if (!thread.copies.copies.empty()) fail("the thread returned with cp.async copies in flight");
   thread.done = true;
   --block.live;
-  for (const Barrier& barrier : block.barriers) {
-    if (barrier.arrived != 0 && barrier.expected == block.num_threads) {
-      fail("the thread returned while others wait for it at __syncthreads()");
-    }
+  if (block.barriers[0].arrived != 0) {
+    fail("the thread returned while others wait for it at __syncthreads()");
   }
   Warp& warp = block.warps[thread.warp];
   warp.exited |= 1u << thread.lane;

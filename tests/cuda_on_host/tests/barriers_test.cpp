@@ -97,7 +97,8 @@ TEST_F(Barriers, MisuseIsReportedWithBlockAndThread) {
   EXPECT_CONTAINS(error_in_block(sync_after_exit),
                   "the thread returned while others wait for it at __syncthreads() "
                   "[block (0,0,0) thread (40,0,0)]");
-  EXPECT_CONTAINS(error_in_block(some_skip_the_barrier), "__syncthreads() [block (0,0,0) thread (");
+  EXPECT_CONTAINS(error_in_block(some_skip_the_barrier),
+                  "threads of the block returned [block (0,0,0) thread (");
   EXPECT_CONTAINS(error_in_block(different_counts), "disagree about how many it is for: 96 and 64");
   EXPECT_CONTAINS(error_in_block(part_of_a_warp), "must be whole warps");
   EXPECT_CONTAINS(error_in_block(no_such_barrier), "barrier 16 does not exist");

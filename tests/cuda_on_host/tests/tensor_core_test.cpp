@@ -176,7 +176,7 @@ TEST_F(TensorCore, MisuseIsReportedWithBlockAndThread) {
   EXPECT_CONTAINS(error_of([&] { VL_LAUNCH(mma_of_half_a_warp, 1, 16, 0, 0, fragments); }),
                   "mma.sync needs all 32 lanes of the warp [block (0,0,0)");
   EXPECT_CONTAINS(error_of([&] { VL_LAUNCH(row_in_global, 1, 32, 0, 0, out, &row); }),
-                  "must be in shared memory [block (0,0,0) thread (0,0,0)]");
+                  "must be in shared memory is not [block (0,0,0) thread (0,0,0)]");
 }
 
 }  // namespace

@@ -252,8 +252,8 @@ TEST_F(WarpOps, MisuseIsReportedWithBlockAndThread) {
   EXPECT_CONTAINS(error, "__any_sync() is called by a lane that its mask does not name");
   EXPECT_CONTAINS(error, "[block (0,0,0) thread (28,0,0)]");
   error = error_of_warp(missing_lane);
-  EXPECT_CONTAINS(error, "deadlock: no thread can go on; (0,0,0) at __any_sync(), ");
-  EXPECT_CONTAINS(error, "waiting: 32 of 32 [block (0,0,0) thread (0,0,0)]");
+  EXPECT_CONTAINS(error, "deadlock: 32 of 32 threads wait, (0,0,0) at __any_sync(), ");
+  EXPECT_CONTAINS(error, ", ... [block (0,0,0) thread (0,0,0)]");
   error = error_of_warp(reads_from_no_one);
   EXPECT_CONTAINS(error, "a shuffle reads from lane 16, which takes no part in it");
   EXPECT_CONTAINS(error, "[block (0,0,0) thread (8,0,0)]");
