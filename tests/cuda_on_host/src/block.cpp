@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 
 #include "cuda_on_host/options.h"
 #include "sanitizers.h"
@@ -186,6 +187,7 @@ void Block::run(uint3 block_index, uint64_t seed) {
   random = options().seed != 0;
   random_state = seed;
   live = num_threads;
+  num_started += num_threads;
   ready_warps = current_warp = 0;
   std::fill(std::begin(barriers), std::end(barriers), Barrier{});
   mbarriers.clear();
@@ -203,9 +205,13 @@ void Block::run(uint3 block_index, uint64_t seed) {
   Thread& first = take_next_ready(*this);
   current.thread = &first;
   Fiber::switch_to(os_thread, first.fiber);
-  observe(this);
   current = {nullptr, nullptr};
-  if (error) std::rethrow_exception(error);
+  if (error) {
+    // What comes after the launch comes after what all threads did, however far they got.
+    for (uint32_t i = 0; i < num_threads; ++i) threads[i].fiber.publish_abandoned(this);
+  }
+  observe(this);
+  if (error) std::rethrow_exception(std::exchange(error, nullptr));
   for (const MBarrier& barrier : mbarriers) {
     if (!barrier.copies.empty()) {
       throw KernelError("the block ended with bulk copies in flight [block " + coordinates(index) +

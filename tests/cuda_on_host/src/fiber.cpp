@@ -130,6 +130,15 @@ void Fiber::switch_to(Fiber& from, Fiber& to, [[maybe_unused]] bool from_ends) {
   entered();
 }
 
+void Fiber::publish_abandoned([[maybe_unused]] void* token) {
+#if defined(CUDA_ON_HOST_THREAD_SANITIZER)
+  void* self = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(tsan_fiber_, __tsan_switch_to_fiber_no_sync);
+  __tsan_release(token);
+  __tsan_switch_to_fiber(self, __tsan_switch_to_fiber_no_sync);
+#endif
+}
+
 void Fiber::entered() {
 #if defined(CUDA_ON_HOST_ADDRESS_SANITIZER)
   // The stack that was left is known from here on: the OS thread's is not before.

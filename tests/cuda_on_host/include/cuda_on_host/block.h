@@ -145,7 +145,7 @@ struct Block {
   std::exception_ptr error;
   char fence_order = 0;
 
-  uint64_t num_switches = 0, num_collectives = 0, num_barriers = 0;
+  uint64_t num_started = 0, num_switches = 0, num_collectives = 0, num_barriers = 0;
   uint64_t num_matrix_loads = 0, num_bank_conflicts = 0;
 
   Block(const std::function<void()>& kernel_, dim3 grid_, dim3 dim_, uint32_t dynamic_shared_bytes,

@@ -27,6 +27,8 @@ class Fiber {
 
   // Leaves `from`, continues `to`; returns when something switches back to `from`.
   static void switch_to(Fiber& from, Fiber& to, bool from_ends = false);
+  // What this fiber did happens before observe(token), though it never comes to say so itself.
+  void publish_abandoned(void* token);
   // Must be the first thing that `entry` does.
   static void entered();
 
