@@ -11,6 +11,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 BUILD := build/dev
 STAMPS := $(VENV)/.stamps
+FORMATTED := 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/c*.h' 'tests/c*.cpp' 'tests/c*.cu' 'bench/cpp/*.cpp'
 # What the installed extension is built from.
 NATIVE := $(shell find csrc cmake CMakeLists.txt pyproject.toml -type f)
 
@@ -36,13 +37,13 @@ test: $(STAMPS)/installed $(STAMPS)/demo $(STAMPS)/dev lint $(BUILD)/.built
 
 lint: $(STAMPS)/dev
 	@echo "== clang-format, ruff, mypy"
-	@git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.cpp' 'tests/cpp/*.h' 'bench/cpp/*.cpp' | xargs $(VENV)/bin/clang-format --dry-run -Werror
+	@git ls-files $(FORMATTED) | xargs $(VENV)/bin/clang-format --dry-run -Werror
 	@$(VENV)/bin/ruff format --check -q python tests/python bench
 	@$(VENV)/bin/ruff check -q python tests/python bench
 	@$(VENV)/bin/mypy --no-error-summary
 
 format: $(STAMPS)/dev
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.cpp' 'tests/cpp/*.h' 'bench/cpp/*.cpp' | xargs $(VENV)/bin/clang-format -i
+	git ls-files $(FORMATTED) | xargs $(VENV)/bin/clang-format -i
 	$(VENV)/bin/ruff format -q python tests/python bench
 	$(VENV)/bin/ruff check -q --fix python tests/python bench
 
@@ -87,7 +88,7 @@ $(STAMPS)/installed: $(STAMPS)/packages $(NATIVE)
 system-tools:
 	@sh tests/system_packages.sh
 
-$(BUILD)/.built: $(NATIVE) $(shell find tests/cpp bench/cpp -type f) | $(STAMPS)/packages system-tools
+$(BUILD)/.built: $(NATIVE) $(shell find tests/cpp tests/cuda_on_host bench/cpp -type f) | $(STAMPS)/packages system-tools
 	@echo "== building C++ tests and benchmarks"
 	@PATH="$(abspath $(VENV))/bin:$$PATH" cmake -S . -B $(BUILD) -G Ninja -DVLLM_LITE_PYTHON=OFF \
 	  -DVLLM_LITE_TESTS=ON -DVLLM_LITE_BENCHMARKS=ON > $(BUILD).log 2>&1 || { mkdir -p build; tail -n 20 $(BUILD).log; exit 1; }

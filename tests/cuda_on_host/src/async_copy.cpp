@@ -37,6 +37,7 @@ void copy_now(void* to, const void* from, size_t bytes) {
 }  // namespace
 
 void copy_16_async(void* to_shared, const void* from, bool valid) {
+  const KernelFrame frame(__builtin_return_address(0));
   shared_address(to_shared);
   check_aligned("cp.async", to_shared, kCopyBytes);
   check_aligned("cp.async", from, kCopyBytes);
@@ -51,6 +52,7 @@ void commit_copies() {
 }
 
 void wait_copies(uint32_t pending) {
+  const KernelFrame frame(__builtin_return_address(0));
   CopyQueue& queue = current.thread->copies;
   if (queue.group_ends.size() <= pending) return;
   const size_t groups = queue.group_ends.size() - pending;
@@ -118,6 +120,7 @@ void arrive(uint64_t* object, uint32_t bytes, const char* what) {
 }  // namespace
 
 void mbarrier_init(uint64_t* object, uint32_t arrivals) {
+  const KernelFrame frame(__builtin_return_address(0));
   check_architecture("mbarrier.init");
   shared_address(object);
   check_aligned("mbarrier.init", object, 8);
@@ -133,13 +136,18 @@ void mbarrier_init(uint64_t* object, uint32_t arrivals) {
   barrier.arrivals = barrier.missing = arrivals;
 }
 
-void mbarrier_arrive(uint64_t* object) { arrive(object, 0, "mbarrier.arrive"); }
+void mbarrier_arrive(uint64_t* object) {
+  const KernelFrame frame(__builtin_return_address(0));
+  arrive(object, 0, "mbarrier.arrive");
+}
 
 void mbarrier_arrive_expect(uint64_t* object, uint32_t bytes) {
+  const KernelFrame frame(__builtin_return_address(0));
   arrive(object, bytes, "mbarrier.arrive.expect_tx");
 }
 
 bool mbarrier_try_wait(uint64_t* object, uint32_t parity) {
+  const KernelFrame frame(__builtin_return_address(0));
   MBarrier& barrier = mbarrier_at(object, "mbarrier.try_wait");
   const uint32_t phase = barrier.phase & 1;
   if (phase == parity) {
@@ -153,6 +161,7 @@ bool mbarrier_try_wait(uint64_t* object, uint32_t parity) {
 }
 
 void copy_bulk_async(void* to_shared, const void* from, uint32_t bytes, uint64_t* object) {
+  const KernelFrame frame(__builtin_return_address(0));
   MBarrier& barrier = mbarrier_at(object, "cp.async.bulk");
   shared_address(to_shared);
   check_aligned("cp.async.bulk", to_shared, kCopyBytes);
