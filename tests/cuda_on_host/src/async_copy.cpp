@@ -84,9 +84,9 @@ MBarrier& mbarrier_at(uint64_t* object, const char* what) {
   shared_address(object);
   check_aligned(what, object, 8);
   announce_read(object, sizeof(*object));
-  auto& mbarriers = current.block->mbarriers;
+  MBarrier* mbarriers = current.block->mbarriers;
   const uint64_t number = *object ^ kObjectTag;
-  if (number >= mbarriers.size() || mbarriers[number].object != object) {
+  if (number >= current.block->num_mbarriers || mbarriers[number].object != object) {
     fail(std::string(what) + ": the mbarrier is not initialised, or was overwritten");
   }
   return mbarriers[number];
@@ -103,8 +103,7 @@ void end_phase_if_complete(MBarrier& barrier) {
   barrier.expected_bytes = barrier.pending_bytes = 0;
   barrier.missing = barrier.arrivals;
   ++barrier.phase;
-  for (Thread* thread : barrier.waiting) make_ready(*thread);
-  barrier.waiting.clear();
+  make_all_ready(barrier.waiting);
 }
 
 void arrive(uint64_t* object, uint32_t bytes, const char* what) {
@@ -125,13 +124,14 @@ void mbarrier_init(uint64_t* object, uint32_t arrivals) {
   shared_address(object);
   check_aligned("mbarrier.init", object, 8);
   if (arrivals == 0) fail("mbarrier.init: needs one arrival at least");
-  auto& mbarriers = current.block->mbarriers;
-  for (MBarrier& barrier : mbarriers) {
+  Block& block = *current.block;
+  for (MBarrier& barrier : block.mbarriers) {
     if (barrier.object == object) barrier.object = nullptr;
   }
   announce_write(object, sizeof(*object));
-  *object = mbarriers.size() ^ kObjectTag;
-  MBarrier& barrier = mbarriers.emplace_back();
+  if (block.num_mbarriers == kMaxMBarriers) fail("mbarrier.init: the block has too many mbarriers");
+  *object = block.num_mbarriers ^ kObjectTag;
+  MBarrier& barrier = block.mbarriers[block.num_mbarriers++];
   barrier.object = object;
   barrier.arrivals = barrier.missing = arrivals;
 }
@@ -151,7 +151,7 @@ bool mbarrier_try_wait(uint64_t* object, uint32_t parity) {
   MBarrier& barrier = mbarrier_at(object, "mbarrier.try_wait");
   const uint32_t phase = barrier.phase & 1;
   if (phase == parity) {
-    barrier.waiting.push_back(current.thread);
+    barrier.waiting[current.thread->warp] |= 1u << current.thread->lane;
     wait_at("mbarrier.try_wait");
   } else {
     scheduling_point();

@@ -10,13 +10,6 @@ namespace {
 
 char device_fence_order;
 
-void release_waiting(Block& block, Barrier& barrier) {
-  for (uint32_t i = 0; i < block.num_warps; ++i) {
-    if (barrier.waiting[i] != 0) make_ready(block.warps[i], barrier.waiting[i]);
-    barrier.waiting[i] = 0;
-  }
-}
-
 // Returns whether this was the last arrival.
 bool arrive(Block& block, Barrier& barrier, uint32_t threads, bool predicate, const char* name) {
   ++block.num_barriers;
@@ -32,7 +25,7 @@ bool arrive(Block& block, Barrier& barrier, uint32_t threads, bool predicate, co
   if (++barrier.arrived < threads) return false;
   barrier.arrived = 0;
   ++barrier.phase;
-  release_waiting(block, barrier);
+  make_all_ready(barrier.waiting);
   return true;
 }
 

@@ -68,7 +68,8 @@ Thread& take_next_ready(Block& block) {
   what = "deadlock: " + std::to_string(waiting) + " of " + std::to_string(block.num_threads) +
          " threads wait" + what + (waiting > kNamed ? ", ..." : "");
   for (const MBarrier& barrier : block.mbarriers) {
-    if (barrier.waiting.empty()) continue;
+    const auto is_set = [](uint32_t lanes) { return lanes != 0; };
+    if (!std::any_of(std::begin(barrier.waiting), std::end(barrier.waiting), is_set)) continue;
     what += "; an mbarrier lacks " + std::to_string(barrier.missing) + " arrivals and expects " +
             std::to_string(barrier.expected_bytes) + " bytes, of which " +
             std::to_string(barrier.pending_bytes) + " are being copied";
@@ -190,7 +191,8 @@ void Block::run(uint3 block_index, uint64_t seed) {
   num_started += num_threads;
   ready_warps = current_warp = 0;
   std::fill(std::begin(barriers), std::end(barriers), Barrier{});
-  mbarriers.clear();
+  std::fill(mbarriers, mbarriers + num_mbarriers, MBarrier{});
+  num_mbarriers = 0;
   shared.reset();
   current = {this, nullptr};
   os_thread.adopt_os_thread();
@@ -234,6 +236,13 @@ void make_ready(Warp& warp, uint32_t lanes) {
 
 void make_ready(const Thread& thread) {
   make_ready(current.block->warps[thread.warp], 1u << thread.lane);
+}
+
+void make_all_ready(uint32_t (&waiting)[kMaxThreads / kWarpSize]) {
+  Block& block = *current.block;
+  for (uint32_t i = 0; i < block.num_warps; ++i) {
+    if (waiting[i] != 0) make_ready(block.warps[i], std::exchange(waiting[i], 0));
+  }
 }
 
 void wait_at(const char* what) {

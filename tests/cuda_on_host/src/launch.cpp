@@ -77,10 +77,9 @@ std::vector<uint64_t> block_order(uint64_t num_blocks) {
 int num_workers(uint64_t num_blocks) {
   int workers = options().workers;
   if (workers <= 0) workers = static_cast<int>(std::thread::hardware_concurrency());
-  // Two at least: ThreadSanitizer takes what runs on one OS thread for ordered.
-  if (kThreadSanitizer) workers = std::max(workers, 2);
-  return static_cast<int>(
-      std::min<uint64_t>(static_cast<uint64_t>(std::max(workers, 1)), num_blocks));
+  // ThreadSanitizer takes what runs on one OS thread for ordered.
+  if (kThreadSanitizer && options().workers <= 0) workers = std::max(workers, 2);
+  return static_cast<int>(std::min(static_cast<uint64_t>(std::max(workers, 1)), num_blocks));
 }
 
 void count(const Block& block) {
