@@ -37,6 +37,7 @@ void copy_now(void* to, const void* from, size_t bytes) {
 }  // namespace
 
 void copy_16_async(void* to_shared, const void* from, bool valid) {
+  const KernelFrame frame(__builtin_return_address(0));
   shared_address(to_shared);
   check_aligned("cp.async", to_shared, kCopyBytes);
   check_aligned("cp.async", from, kCopyBytes);
@@ -51,6 +52,7 @@ void commit_copies() {
 }
 
 void wait_copies(uint32_t pending) {
+  const KernelFrame frame(__builtin_return_address(0));
   CopyQueue& queue = current.thread->copies;
   if (queue.group_ends.size() <= pending) return;
   const size_t groups = queue.group_ends.size() - pending;
@@ -82,9 +84,9 @@ MBarrier& mbarrier_at(uint64_t* object, const char* what) {
   shared_address(object);
   check_aligned(what, object, 8);
   announce_read(object, sizeof(*object));
-  auto& mbarriers = current.block->mbarriers;
+  MBarrier* mbarriers = current.block->mbarriers;
   const uint64_t number = *object ^ kObjectTag;
-  if (number >= mbarriers.size() || mbarriers[number].object != object) {
+  if (number >= current.block->num_mbarriers || mbarriers[number].object != object) {
     fail(std::string(what) + ": the mbarrier is not initialised, or was overwritten");
   }
   return mbarriers[number];
@@ -101,8 +103,7 @@ void end_phase_if_complete(MBarrier& barrier) {
   barrier.expected_bytes = barrier.pending_bytes = 0;
   barrier.missing = barrier.arrivals;
   ++barrier.phase;
-  for (Thread* thread : barrier.waiting) make_ready(*thread);
-  barrier.waiting.clear();
+  make_all_ready(barrier.waiting);
 }
 
 void arrive(uint64_t* object, uint32_t bytes, const char* what) {
@@ -118,32 +119,39 @@ void arrive(uint64_t* object, uint32_t bytes, const char* what) {
 }  // namespace
 
 void mbarrier_init(uint64_t* object, uint32_t arrivals) {
+  const KernelFrame frame(__builtin_return_address(0));
   check_architecture("mbarrier.init");
   shared_address(object);
   check_aligned("mbarrier.init", object, 8);
   if (arrivals == 0) fail("mbarrier.init: needs one arrival at least");
-  auto& mbarriers = current.block->mbarriers;
-  for (MBarrier& barrier : mbarriers) {
+  Block& block = *current.block;
+  for (MBarrier& barrier : block.mbarriers) {
     if (barrier.object == object) barrier.object = nullptr;
   }
   announce_write(object, sizeof(*object));
-  *object = mbarriers.size() ^ kObjectTag;
-  MBarrier& barrier = mbarriers.emplace_back();
+  if (block.num_mbarriers == kMaxMBarriers) fail("mbarrier.init: the block has too many mbarriers");
+  *object = block.num_mbarriers ^ kObjectTag;
+  MBarrier& barrier = block.mbarriers[block.num_mbarriers++];
   barrier.object = object;
   barrier.arrivals = barrier.missing = arrivals;
 }
 
-void mbarrier_arrive(uint64_t* object) { arrive(object, 0, "mbarrier.arrive"); }
+void mbarrier_arrive(uint64_t* object) {
+  const KernelFrame frame(__builtin_return_address(0));
+  arrive(object, 0, "mbarrier.arrive");
+}
 
 void mbarrier_arrive_expect(uint64_t* object, uint32_t bytes) {
+  const KernelFrame frame(__builtin_return_address(0));
   arrive(object, bytes, "mbarrier.arrive.expect_tx");
 }
 
 bool mbarrier_try_wait(uint64_t* object, uint32_t parity) {
+  const KernelFrame frame(__builtin_return_address(0));
   MBarrier& barrier = mbarrier_at(object, "mbarrier.try_wait");
   const uint32_t phase = barrier.phase & 1;
   if (phase == parity) {
-    barrier.waiting.push_back(current.thread);
+    barrier.waiting[current.thread->warp] |= 1u << current.thread->lane;
     wait_at("mbarrier.try_wait");
   } else {
     scheduling_point();
@@ -153,6 +161,7 @@ bool mbarrier_try_wait(uint64_t* object, uint32_t parity) {
 }
 
 void copy_bulk_async(void* to_shared, const void* from, uint32_t bytes, uint64_t* object) {
+  const KernelFrame frame(__builtin_return_address(0));
   MBarrier& barrier = mbarrier_at(object, "cp.async.bulk");
   shared_address(to_shared);
   check_aligned("cp.async.bulk", to_shared, kCopyBytes);

@@ -1,6 +1,5 @@
 #include "cuda_on_host/barriers.h"
 
-#include <bit>
 #include <string>
 
 #include "cuda_on_host/block.h"
@@ -10,15 +9,6 @@ namespace cuda_on_host {
 namespace {
 
 char device_fence_order;
-
-void release_waiting(Block& block, Barrier& barrier) {
-  for (uint32_t i = 0; i < block.num_warps; ++i) {
-    for (uint32_t lanes = barrier.waiting[i]; lanes != 0; lanes &= lanes - 1) {
-      make_ready(*block.warps[i].threads[std::countr_zero(lanes)]);
-    }
-    barrier.waiting[i] = 0;
-  }
-}
 
 // Returns whether this was the last arrival.
 bool arrive(Block& block, Barrier& barrier, uint32_t threads, bool predicate, const char* name) {
@@ -35,7 +25,7 @@ bool arrive(Block& block, Barrier& barrier, uint32_t threads, bool predicate, co
   if (++barrier.arrived < threads) return false;
   barrier.arrived = 0;
   ++barrier.phase;
-  release_waiting(block, barrier);
+  make_all_ready(barrier.waiting);
   return true;
 }
 

@@ -1,10 +1,8 @@
 #include "cuda_on_host/block.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <bit>
-#include <new>
+#include <utility>
 
 #include "cuda_on_host/options.h"
 #include "sanitizers.h"
@@ -30,7 +28,7 @@ uint64_t next_random(uint64_t& state) {  // splitmix64
 // The number of a set bit of `mask`: a random one under a seed, else the first from `first` on,
 // around.
 uint32_t pick(Block& block, uint32_t mask, uint32_t first) {
-  if (options().seed != 0) {
+  if (block.random) {
     uint64_t skip = next_random(block.random_state) % std::popcount(mask);
     while (skip-- > 0) mask &= mask - 1;
     return std::countr_zero(mask);
@@ -47,7 +45,7 @@ void clear_ready(Block& block, Thread& thread) {
 
 Thread& take_next_ready(Block& block) {
   const Thread* thread = current.thread;
-  const bool stay = options().seed == 0 && (block.ready_warps >> block.current_warp & 1) != 0;
+  const bool stay = !block.random && (block.ready_warps >> block.current_warp & 1) != 0;
   if (!stay) block.current_warp = pick(block, block.ready_warps, block.current_warp + 1);
   Warp& warp = block.warps[block.current_warp];
   const bool same_warp = thread != nullptr && thread->warp == block.current_warp;
@@ -58,20 +56,20 @@ Thread& take_next_ready(Block& block) {
 
 [[noreturn]] void fail_for_deadlock(Block& block) {
   constexpr int kNamed = 6;
-  std::string what = "deadlock: no thread can go on;";
+  std::string what;
   const Thread* first = nullptr;
   int waiting = 0;
   for (uint32_t i = 0; i < block.num_threads; ++i) {
     const Thread& thread = block.threads[i];
     if (thread.done) continue;
     if (first == nullptr) first = &thread;
-    if (waiting++ < kNamed)
-      what += " " + coordinates(thread.index) + " at " + thread.waits_at + ",";
+    if (waiting++ < kNamed) what += ", " + coordinates(thread.index) + " at " + thread.waits_at;
   }
-  what.back() = waiting > kNamed ? ' ' : ';';
-  what += "waiting: " + std::to_string(waiting) + " of " + std::to_string(block.num_threads);
+  what = "deadlock: " + std::to_string(waiting) + " of " + std::to_string(block.num_threads) +
+         " threads wait" + what + (waiting > kNamed ? ", ..." : "");
   for (const MBarrier& barrier : block.mbarriers) {
-    if (barrier.waiting.empty()) continue;
+    const auto is_set = [](uint32_t lanes) { return lanes != 0; };
+    if (!std::any_of(std::begin(barrier.waiting), std::end(barrier.waiting), is_set)) continue;
     what += "; an mbarrier lacks " + std::to_string(barrier.missing) + " arrivals and expects " +
             std::to_string(barrier.expected_bytes) + " bytes, of which " +
             std::to_string(barrier.pending_bytes) + " are being copied";
@@ -104,10 +102,7 @@ void complete(Warp& warp, Warp::Meeting& meeting) {
   const Warp::Meeting met = meeting;
   meeting = {};
   met.collective->complete(warp, met.arrived);
-  for (uint32_t lanes = met.arrived; lanes != 0; lanes &= lanes - 1) {
-    Thread& thread = *warp.threads[std::countr_zero(lanes)];
-    if (&thread != current.thread) make_ready(thread);
-  }
+  make_ready(warp, met.arrived & ~(1u << current.thread->lane));
 }
 
 Warp::Meeting& find_meeting(Warp& warp, const Collective& collective, uint32_t mask) {
@@ -139,10 +134,8 @@ void end_thread(Block& block, Thread& thread) {
   if (!thread.copies.copies.empty()) fail("the thread returned with cp.async copies in flight");
   thread.done = true;
   --block.live;
-  for (const Barrier& barrier : block.barriers) {
-    if (barrier.arrived != 0 && barrier.expected == block.num_threads) {
-      fail("the thread returned while others wait for it at __syncthreads()");
-    }
+  if (block.barriers[0].arrived != 0) {
+    fail("the thread returned while others wait for it at __syncthreads()");
   }
   Warp& warp = block.warps[thread.warp];
   warp.exited |= 1u << thread.lane;
@@ -179,32 +172,27 @@ Block::Block(const std::function<void()>& kernel_, dim3 grid_, dim3 dim_,
       threads(new Thread[num_threads]),
       warps(new Warp[num_warps]),
       shared(dynamic_shared_bytes, shared_limit) {
-  void* memory = mmap(nullptr, num_threads * options().stack_bytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  stacks = static_cast<std::byte*>(memory);
   for (uint32_t i = 0; i < num_threads; ++i) {
     Thread& thread = threads[i];
     thread.index = {i % dim.x, i / dim.x % dim.y, i / (dim.x * dim.y)};
     thread.lane = i % kWarpSize;
     thread.warp = i / kWarpSize;
+    warps[thread.warp].number = thread.warp;
     warps[thread.warp].threads[thread.lane] = &thread;
     warps[thread.warp].members |= 1u << thread.lane;
   }
 }
 
-Block::~Block() {
-  unpoison(stacks, num_threads * options().stack_bytes);
-  munmap(stacks, num_threads * options().stack_bytes);
-}
-
 void Block::run(uint3 block_index, uint64_t seed) {
   index = block_index;
+  random = options().seed != 0;
   random_state = seed;
   live = num_threads;
+  num_started += num_threads;
   ready_warps = current_warp = 0;
   std::fill(std::begin(barriers), std::end(barriers), Barrier{});
-  mbarriers.clear();
+  std::fill(mbarriers, mbarriers + num_mbarriers, MBarrier{});
+  num_mbarriers = 0;
   shared.reset();
   current = {this, nullptr};
   os_thread.adopt_os_thread();
@@ -212,16 +200,20 @@ void Block::run(uint3 block_index, uint64_t seed) {
   for (uint32_t i = 0; i < num_threads; ++i) {
     Thread& thread = threads[i];
     thread.done = false;
-    thread.fiber.start(stacks + i * options().stack_bytes, options().stack_bytes, thread_main);
+    thread.fiber.start(thread_main);
     make_ready(thread);
   }
   publish(this);
   Thread& first = take_next_ready(*this);
   current.thread = &first;
   Fiber::switch_to(os_thread, first.fiber);
-  observe(this);
   current = {nullptr, nullptr};
-  if (error) std::rethrow_exception(error);
+  if (error) {
+    // What comes after the launch comes after what all threads did, however far they got.
+    for (uint32_t i = 0; i < num_threads; ++i) threads[i].fiber.publish_abandoned(this);
+  }
+  observe(this);
+  if (error) std::rethrow_exception(std::exchange(error, nullptr));
   for (const MBarrier& barrier : mbarriers) {
     if (!barrier.copies.empty()) {
       throw KernelError("the block ended with bulk copies in flight [block " + coordinates(index) +
@@ -237,20 +229,32 @@ void fail(const std::string& what, const Thread& thread) {
 
 void fail(const std::string& what) { fail(what, *current.thread); }
 
-void make_ready(Thread& thread) {
-  thread.waits_at = nullptr;
-  current.block->warps[thread.warp].ready |= 1u << thread.lane;
-  current.block->ready_warps |= 1u << thread.warp;
+void make_ready(Warp& warp, uint32_t lanes) {
+  warp.ready |= lanes;
+  current.block->ready_warps |= 1u << warp.number;
+}
+
+void make_ready(const Thread& thread) {
+  make_ready(current.block->warps[thread.warp], 1u << thread.lane);
+}
+
+void make_all_ready(uint32_t (&waiting)[kMaxThreads / kWarpSize]) {
+  Block& block = *current.block;
+  for (uint32_t i = 0; i < block.num_warps; ++i) {
+    if (waiting[i] != 0) make_ready(block.warps[i], std::exchange(waiting[i], 0));
+  }
 }
 
 void wait_at(const char* what) {
-  current.thread->waits_at = what;
+  Thread& thread = *current.thread;
+  thread.waits_at = what;
   run_others();
+  thread.waits_at = nullptr;
 }
 
 void scheduling_point() {
   constexpr uint32_t kPollsInARow = 64;
-  if (options().seed != 0 || ++current.block->polls % kPollsInARow == 0) yield();
+  if (current.block->random || ++current.block->polls % kPollsInARow == 0) yield();
 }
 
 void meet(const Collective& collective, uint32_t mask, void* operands) {
@@ -269,7 +273,7 @@ void meet(const Collective& collective, uint32_t mask, void* operands) {
   meeting.arrived |= lane;
   if (all_arrived(warp, meeting)) {
     complete(warp, meeting);
-    if (options().seed != 0) yield();
+    if (block.random) yield();
   } else {
     wait_at(collective.name);
   }

@@ -1,5 +1,10 @@
 #include "cuda_on_host/fiber.h"
 
+#include <sys/mman.h>
+
+#include <mutex>
+#include <new>
+
 #include "sanitizers.h"
 
 namespace cuda_on_host {
@@ -34,39 +39,71 @@ constexpr int kSavedRegisters = 6;
 #endif
 
 namespace {
-// The fiber that the OS thread left last.
+
+std::mutex unused_stacks_mutex;
+#if defined(CUDA_ON_HOST_ADDRESS_SANITIZER)
+// The fiber that the OS thread left last, and the one it is in.
 constinit thread_local Fiber* previous = nullptr;
 constinit thread_local Fiber* running = nullptr;
+#endif
+
 }  // namespace
 
-Fiber::~Fiber() {
-#if defined(CUDA_ON_HOST_THREAD_SANITIZER)
-  if (owns_tsan_fiber_) __tsan_destroy_fiber(tsan_fiber_);
-#endif
+std::vector<Fiber::Stack>& Fiber::unused_stacks() {
+  static std::vector<Stack> stacks;
+  return stacks;
 }
 
-void Fiber::start(std::byte* stack, size_t bytes, void (*entry)()) {
-  unpoison(stack, bytes);
-  stack_ = stack;
-  stack_bytes_ = bytes;
+Fiber::Stack Fiber::take_stack() {
+  constexpr size_t kStacksAtOnce = 64;
+  const std::lock_guard lock(unused_stacks_mutex);
+  std::vector<Stack>& unused = unused_stacks();
+  if (unused.empty()) {
+    void* memory = mmap(nullptr, kStacksAtOnce * kStackBytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    for (size_t i = kStacksAtOnce; i-- > 0;) {
+      // Not all tops in the same sets of the caches.
+      const size_t bytes = kStackBytes - i * 15 * 64;
+      unused.push_back({static_cast<std::byte*>(memory) + i * kStackBytes, nullptr, bytes});
+    }
+  }
+  Stack stack = unused.back();
+  unused.pop_back();
+#if defined(CUDA_ON_HOST_THREAD_SANITIZER)
+  if (stack.tsan_fiber == nullptr) stack.tsan_fiber = __tsan_create_fiber(0);
+#endif
+  return stack;
+}
+
+Fiber::~Fiber() {
+  if (stack_.memory == nullptr) return;
+  const std::lock_guard lock(unused_stacks_mutex);
+  unused_stacks().push_back(stack_);
+}
+
+void Fiber::start(void (*entry)()) {
+  if (stack_.memory == nullptr) {
+    stack_ = take_stack();
+    tsan_fiber_ = stack_.tsan_fiber;
+    bottom_ = stack_.memory;
+    bytes_ = stack_.bytes;
+  }
+  unpoison(stack_.memory, stack_.bytes);  // what the last run left poisoned
 #if defined(__x86_64__)
   // As the switch leaves a stack: the registers, the address to return to, and for `entry` (which
   // must find the stack pointer 8 off a multiple of 16) a null return address.
-  void** top = reinterpret_cast<void**>(stack + bytes);
+  void** top = reinterpret_cast<void**>(stack_.memory + stack_.bytes);
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(entry);
   for (int i = 0; i < kSavedRegisters; ++i) *--top = nullptr;
   stack_pointer_ = top;
 #else
   getcontext(&context_);
-  context_.uc_stack.ss_sp = stack;
-  context_.uc_stack.ss_size = bytes;
+  context_.uc_stack.ss_sp = stack_.memory;
+  context_.uc_stack.ss_size = stack_.bytes;
   context_.uc_link = nullptr;
   makecontext(&context_, entry, 0);
-#endif
-#if defined(CUDA_ON_HOST_THREAD_SANITIZER)
-  if (!owns_tsan_fiber_) tsan_fiber_ = __tsan_create_fiber(0);
-  owns_tsan_fiber_ = true;
 #endif
 }
 
@@ -77,11 +114,10 @@ void Fiber::adopt_os_thread() {
 }
 
 void Fiber::switch_to(Fiber& from, Fiber& to, [[maybe_unused]] bool from_ends) {
+#if defined(CUDA_ON_HOST_ADDRESS_SANITIZER)
   previous = &from;
   running = &to;
-#if defined(CUDA_ON_HOST_ADDRESS_SANITIZER)
-  __sanitizer_start_switch_fiber(from_ends ? nullptr : &from.fake_stack_, to.stack_,
-                                 to.stack_bytes_);
+  __sanitizer_start_switch_fiber(from_ends ? nullptr : &from.fake_stack_, to.bottom_, to.bytes_);
 #endif
 #if defined(CUDA_ON_HOST_THREAD_SANITIZER)
   __tsan_switch_to_fiber(to.tsan_fiber_, __tsan_switch_to_fiber_no_sync);
@@ -94,10 +130,19 @@ void Fiber::switch_to(Fiber& from, Fiber& to, [[maybe_unused]] bool from_ends) {
   entered();
 }
 
+void Fiber::publish_abandoned([[maybe_unused]] void* token) {
+#if defined(CUDA_ON_HOST_THREAD_SANITIZER)
+  void* self = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(tsan_fiber_, __tsan_switch_to_fiber_no_sync);
+  __tsan_release(token);
+  __tsan_switch_to_fiber(self, __tsan_switch_to_fiber_no_sync);
+#endif
+}
+
 void Fiber::entered() {
 #if defined(CUDA_ON_HOST_ADDRESS_SANITIZER)
   // The stack that was left is known from here on: the OS thread's is not before.
-  __sanitizer_finish_switch_fiber(running->fake_stack_, &previous->stack_, &previous->stack_bytes_);
+  __sanitizer_finish_switch_fiber(running->fake_stack_, &previous->bottom_, &previous->bytes_);
   running->fake_stack_ = nullptr;
 #endif
 }

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <exception>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <numeric>
 #include <random>
@@ -76,15 +77,14 @@ std::vector<uint64_t> block_order(uint64_t num_blocks) {
 int num_workers(uint64_t num_blocks) {
   int workers = options().workers;
   if (workers <= 0) workers = static_cast<int>(std::thread::hardware_concurrency());
-  // Two at least: ThreadSanitizer takes what runs on one OS thread for ordered.
-  if (kThreadSanitizer) workers = std::max(workers, 2);
-  return static_cast<int>(
-      std::min<uint64_t>(static_cast<uint64_t>(std::max(workers, 1)), num_blocks));
+  // ThreadSanitizer takes what runs on one OS thread for ordered.
+  if (kThreadSanitizer && options().workers <= 0) workers = std::max(workers, 2);
+  return static_cast<int>(std::min(static_cast<uint64_t>(std::max(workers, 1)), num_blocks));
 }
 
-void count(const Block& block, uint64_t blocks_run) {
+void count(const Block& block) {
   const std::lock_guard lock(mutex);
-  totals.threads += blocks_run * block.num_threads;
+  totals.threads += block.num_started;
   totals.switches += block.num_switches;
   totals.collectives += block.num_collectives;
   totals.barriers += block.num_barriers;
@@ -129,34 +129,41 @@ void launch_blocks(const void* kernel, dim3 grid, dim3 block_dim, size_t dynamic
   const std::vector<uint64_t> order = block_order(num_blocks);
   const auto workers = static_cast<uint64_t>(num_workers(num_blocks));
 
+  // Made and destroyed here, not by the workers: their locks would order one worker's blocks after
+  // another's in ThreadSanitizer's eyes.
+  std::vector<std::unique_ptr<Block>> blocks(workers);
+  for (auto& block : blocks) {
+    block = std::make_unique<Block>(thread_body, grid, block_dim,
+                                    static_cast<uint32_t>(dynamic_shared_bytes), limit);
+  }
+  std::vector<std::exception_ptr> errors(workers);
   std::atomic<uint64_t> next{0};
-  std::mutex error_mutex;
-  std::exception_ptr error;
+  std::atomic<bool> failed{false};
   const auto work = [&](uint64_t worker) {
-    uint64_t blocks_run = 0;
+    uint64_t rounds = 0;
+    // ThreadSanitizer is to see neighbours on different OS threads, every time.
+    const auto take_next = [&] { return kThreadSanitizer ? rounds++ * workers + worker : next++; };
     try {
-      Block block(thread_body, grid, block_dim, static_cast<uint32_t>(dynamic_shared_bytes), limit);
-      // ThreadSanitizer is to see neighbours on different OS threads, every time.
-      for (uint64_t i = kThreadSanitizer ? worker : next++; i < num_blocks;
-           i = kThreadSanitizer ? i + workers : next++) {
+      for (uint64_t i = take_next(); i < num_blocks && !failed; i = take_next()) {
         const uint64_t k = order[i];
-        block.run({static_cast<unsigned>(k % grid.x), static_cast<unsigned>(k / grid.x % grid.y),
-                   static_cast<unsigned>(k / grid.x / grid.y)},
-                  options().seed + k);
-        ++blocks_run;
+        blocks[worker]->run(
+            {static_cast<unsigned>(k % grid.x), static_cast<unsigned>(k / grid.x % grid.y),
+             static_cast<unsigned>(k / grid.x / grid.y)},
+            options().seed + k);
       }
-      count(block, blocks_run);
     } catch (...) {
-      next = num_blocks;
-      const std::lock_guard lock(error_mutex);
-      if (!error) error = std::current_exception();
+      failed = true;
+      errors[worker] = std::current_exception();
     }
   };
   std::vector<std::thread> threads;
   for (uint64_t i = 1; i < workers; ++i) threads.emplace_back(work, i);
   work(0);
   for (std::thread& thread : threads) thread.join();
-  if (error) std::rethrow_exception(error);
+  for (const auto& block : blocks) count(*block);
+  for (const std::exception_ptr& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
 }
 
 }  // namespace cuda_on_host

@@ -15,6 +15,8 @@
 #include <sanitizer/tsan_interface.h>
 extern "C" void __tsan_read_range(void* address, unsigned long bytes);
 extern "C" void __tsan_write_range(void* address, unsigned long bytes);
+extern "C" void __tsan_func_entry(void* return_address);
+extern "C" void __tsan_func_exit();
 #endif
 
 namespace cuda_on_host {
@@ -64,5 +66,19 @@ inline void announce_write([[maybe_unused]] const void* p, [[maybe_unused]] size
   __tsan_write_range(const_cast<void*>(p), bytes);
 #endif
 }
+
+// While it lives, reports name the place in the kernel that called this library:
+// KernelFrame frame(__builtin_return_address(0)).
+class KernelFrame {
+ public:
+#if defined(CUDA_ON_HOST_THREAD_SANITIZER)
+  explicit KernelFrame(void* return_address) { __tsan_func_entry(return_address); }
+  ~KernelFrame() { __tsan_func_exit(); }
+#else
+  explicit KernelFrame(void*) {}
+#endif
+  KernelFrame(const KernelFrame&) = delete;
+  KernelFrame& operator=(const KernelFrame&) = delete;
+};
 
 }  // namespace cuda_on_host

@@ -27,6 +27,7 @@ SharedMemory::SharedMemory(uint32_t dynamic_size, uint32_t total_limit)
   memory = static_cast<std::byte*>(std::aligned_alloc(kAlignment, size));
   if (memory == nullptr) throw std::bad_alloc();
   dynamic = memory + kStaticRegion + kAlignment;
+  variables.reserve(kMaxSharedVariables);
   next_static = kStaticRegion;  // all of it is to be filled at first
 }
 
@@ -51,6 +52,7 @@ void* static_shared(const void* key, size_t bytes, size_t alignment) {
   for (const SharedMemory::Variable& variable : shared.variables) {
     if (variable.key == key) return variable.address;
   }
+  if (shared.variables.size() == kMaxSharedVariables) fail("too many shared variables");
   const size_t offset = round_up(shared.next_static, std::max<size_t>(alignment, 16));
   shared.static_bytes += static_cast<uint32_t>(bytes);
   if (shared.static_bytes > kStaticSharedBytes ||

@@ -119,6 +119,7 @@ void mma_16x8x16(Float16Kind kind, float (&d)[4], const uint32_t (&a)[4], const 
 }
 
 void load_matrices(uint32_t (&r)[4], const void* row, bool transposed) {
+  const KernelFrame frame(__builtin_return_address(0));
   LoadOperands operands;
   operands.address = shared_address(row);
   operands.registers = r;

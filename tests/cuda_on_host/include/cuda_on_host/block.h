@@ -7,9 +7,9 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <functional>
+#include <list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -22,6 +22,8 @@ namespace cuda_on_host {
 inline constexpr int kWarpSize = 32;
 inline constexpr int kMaxThreads = 1024;
 inline constexpr int kNumBarriers = 16;
+inline constexpr uint32_t kMaxMBarriers = 64;
+inline constexpr size_t kMaxSharedVariables = 64;
 inline constexpr uint32_t kStaticSharedBytes = 48 << 10;
 
 struct Warp;
@@ -50,7 +52,7 @@ struct Thread {
   uint3 index{};
   uint32_t lane = 0, warp = 0;
   bool done = false;
-  const char* waits_at = nullptr;  // what it waits at; null if it is ready
+  const char* waits_at = nullptr;  // what it waits at; null while it runs
   void* operands = nullptr;        // of the collective it waits at, on its own stack
   CopyQueue copies;
 };
@@ -63,6 +65,7 @@ struct Warp {
     char* order = nullptr;
   };
 
+  uint32_t number = 0;
   Thread* threads[kWarpSize] = {};
   uint32_t members = 0;  // lanes that exist
   uint32_t ready = 0, exited = 0;
@@ -86,16 +89,16 @@ struct Barrier {
 // sm_90's barrier object in shared memory: a phase ends when all arrivals are there and all
 // expected bytes have been copied.
 struct MBarrier {
-  uint64_t* object = nullptr;
-  uint32_t arrivals = 0, missing = 0;
-  int64_t expected_bytes = 0, pending_bytes = 0;
   struct BulkCopy {
     void* to;
     const void* from;
     uint32_t bytes;
   };
-  std::vector<BulkCopy> copies;
-  std::vector<Thread*> waiting;
+  uint64_t* object = nullptr;
+  uint32_t arrivals = 0, missing = 0;
+  int64_t expected_bytes = 0, pending_bytes = 0;
+  std::list<BulkCopy> copies;  // a list: a vector that grows touches what other threads wrote
+  uint32_t waiting[kMaxThreads / kWarpSize] = {};
   uint32_t phase = 0;
   char order[2];
 };
@@ -110,10 +113,10 @@ struct SharedMemory {
   size_t size = 0;
   std::byte* dynamic = nullptr;
   uint32_t dynamic_bytes = 0;
-  size_t next_static = 0;     // offset of the next variable
-  uint32_t static_bytes = 0;  // of all variables, without the gaps
-  uint32_t limit = 0;         // static and dynamic
-  std::vector<Variable> variables;
+  size_t next_static = 0;           // offset of the next variable
+  uint32_t static_bytes = 0;        // of all variables, without the gaps
+  uint32_t limit = 0;               // static and dynamic
+  std::vector<Variable> variables;  // never grows past what it reserved, for the same reason
 
   SharedMemory(uint32_t dynamic_size, uint32_t total_limit);
   ~SharedMemory();
@@ -129,27 +132,27 @@ struct Block {
   uint3 index{};
 
   uint32_t num_threads, num_warps;
-  std::byte* stacks;
   std::unique_ptr<Thread[]> threads;
   std::unique_ptr<Warp[]> warps;
   Barrier barriers[kNumBarriers];
-  std::deque<MBarrier> mbarriers;  // a deque: their addresses are tokens
+  MBarrier mbarriers[kMaxMBarriers];
+  uint32_t num_mbarriers = 0;
   SharedMemory shared;
 
   Fiber os_thread;
   uint32_t live = 0;
   uint32_t ready_warps = 0, current_warp = 0;
+  bool random = false;  // under a seed
   uint64_t random_state = 0;
   uint32_t polls = 0;
   std::exception_ptr error;
   char fence_order = 0;
 
-  uint64_t num_switches = 0, num_collectives = 0, num_barriers = 0;
+  uint64_t num_started = 0, num_switches = 0, num_collectives = 0, num_barriers = 0;
   uint64_t num_matrix_loads = 0, num_bank_conflicts = 0;
 
   Block(const std::function<void()>& kernel_, dim3 grid_, dim3 dim_, uint32_t dynamic_shared_bytes,
         uint32_t shared_limit);
-  ~Block();
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
 
@@ -162,15 +165,19 @@ struct Current {
   Block* block;
   Thread* thread;
 };
-extern constinit thread_local Current current;
+// initial-exec: two words that a shared library need not call a function for.
+extern constinit thread_local Current current __attribute__((tls_model("initial-exec")));
 
 // Throws KernelError with the running block and thread, or those given.
 [[noreturn]] void fail(const std::string& what);
 [[noreturn]] void fail(const std::string& what, const Thread& thread);
 
-// The running thread waits (at something that has a name) until make_ready is called for it.
+// The running thread waits (at something that has a name) until it is made ready.
 void wait_at(const char* what);
-void make_ready(Thread& thread);
+void make_ready(const Thread& thread);
+void make_ready(Warp& warp, uint32_t lanes);
+// Of `waiting`, a mask of lanes for each warp, which is empty then.
+void make_all_ready(uint32_t (&waiting)[kMaxThreads / kWarpSize]);
 // Lets other threads run: always under a seed, else now and then, so that a loop that polls ends.
 void scheduling_point();
 

@@ -120,7 +120,7 @@ inline float exp2_approx(float x) {
 
 // With an error of the device's size, so that a tolerance which only an exact tanh meets fails.
 inline float tanh_approx(float x) {
-  constexpr uint32_t kDroppedBits = 12;
+  constexpr uint32_t kDroppedBits = 13;
   const uint32_t bits = std::bit_cast<uint32_t>(std::tanh(x));
   return std::bit_cast<float>((bits + (1u << (kDroppedBits - 1))) & ~0u << kDroppedBits);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 #if !defined(__x86_64__)
 #include <ucontext.h>
@@ -20,28 +21,40 @@ class Fiber {
 
   // The next switch to this fiber calls `entry`, which must never return. May be called again
   // however the last run ended; what was on the stack is abandoned.
-  void start(std::byte* stack, size_t bytes, void (*entry)());
+  void start(void (*entry)());
   // To be called by the OS thread whose own fiber this is.
   void adopt_os_thread();
 
   // Leaves `from`, continues `to`; returns when something switches back to `from`.
   static void switch_to(Fiber& from, Fiber& to, bool from_ends = false);
+  // What this fiber did happens before observe(token), though it never comes to say so itself.
+  void publish_abandoned(void* token);
   // Must be the first thing that `entry` does.
   static void entered();
 
  private:
+  // Kept for later fibers when this one ends: making one costs a millisecond under
+  // ThreadSanitizer.
+  struct Stack {
+    std::byte* memory = nullptr;
+    void* tsan_fiber = nullptr;
+    size_t bytes = 0;
+  };
+  static constexpr size_t kStackBytes = 256 << 10;
+  static std::vector<Stack>& unused_stacks();
+  static Stack take_stack();
+
 #if defined(__x86_64__)
   void* stack_pointer_ = nullptr;
 #else
   ucontext_t context_;
 #endif
-  // For AddressSanitizer.
-  const void* stack_ = nullptr;
-  size_t stack_bytes_ = 0;
-  void* fake_stack_ = nullptr;
-  // For ThreadSanitizer.
+  Stack stack_;
   void* tsan_fiber_ = nullptr;
-  bool owns_tsan_fiber_ = false;
+  // For AddressSanitizer: the bounds (of an OS thread, as it finds them) and its fake stack.
+  const void* bottom_ = nullptr;
+  size_t bytes_ = 0;
+  void* fake_stack_ = nullptr;
 };
 
 }  // namespace cuda_on_host

@@ -12,8 +12,7 @@ struct Options {
   // every point where another one could run, and the blocks start in a random order; one seed is
   // one order. At first: the environment's CUDA_ON_HOST_SEED.
   uint64_t seed = 0;
-  int workers = 0;                 // blocks at once; 0: one per core
-  size_t stack_bytes = 256 << 10;  // of each CUDA thread
+  int workers = 0;  // blocks at once; 0: one per core
 
   // The device that kernels and their launchers see.
   int num_multiprocessors = 4;

@@ -1,0 +1,123 @@
+"""The host layer of CUDA kernels (tests/cuda_on_host) finds the mistakes that kernels have.
+
+``gemm_mutants.cu`` holds a kernel and the mistakes that can be planted in it by number. It is built
+plain, with AddressSanitizer and UBSan, and with ThreadSanitizer; each mistake must be found by one
+of the builds at least, the kernel as it is by none.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAYER = ROOT / "tests/cuda_on_host"
+SOURCE = LAYER / "tests/mutants/gemm_mutants.cu"
+MUTANTS = re.findall(r"^  (k\w+),", SOURCE.read_text(), re.MULTILINE)
+MUTANTS.remove("kNone")
+
+SANITIZERS = {
+    "plain": [],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+    "thread": ["-fsanitize=thread"],
+}
+# Which builds must find what: a missing barrier that only sometimes changes a result, say, is a
+# matter for ThreadSanitizer.
+MUST_FIND = {
+    "kReadsPastRows": {"address"},
+    "kWritesPastRows": {"address"},
+    "kTailNotZeroed": {"plain"},
+    "kWaitsForTooFew": {"plain"},
+    "kNoCommit": {"plain"},
+    "kNoBarrierAfterWait": {"plain", "thread"},
+    "kNoBarrierBeforeReuse": {"plain", "thread"},
+    "kNoBarrierBeforeSums": {"plain", "thread"},
+    "kDivergentBarrier": {"plain"},
+    "kEarlyReturn": {"plain"},
+    "kDivergentShuffle": {"plain"},
+    "kShuffleTooFew": {"plain"},
+    "kNoSyncwarp": {"plain", "thread"},
+    "kSharedOverrun": {"address"},
+    "kDynamicTooSmall": {"address"},
+    "kMisalignedLdmatrix": {"plain"},
+    "kMisalignedCopy": {"plain"},
+    "kCopyInFlight": {"plain"},
+    "kNoFence": {"thread"},
+    "kPlainCounter": {"thread"},
+    "kBankConflicts": {"plain"},
+}
+SEEDS = ("0", "1", "2", "3")
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+
+
+def compile_program(folder: Path, build: str, sources: list[Path], libraries: list[str]) -> Path:
+    """With the layer itself, which ThreadSanitizer's build leaves uninstrumented."""
+    common = ["g++", "-std=c++20", "-O1", "-g", "-ffp-contract=off", "-Wall", "-Wextra"]
+    common += ["-Wno-unknown-pragmas", f"-I{LAYER}/include", f"-I{ROOT}/csrc"]
+    layer = folder / "layer.cpp"
+    layer.write_text("".join(f'#include "{path}"\n' for path in sorted(LAYER.glob("src/*.cpp"))))
+    flags = [] if build == "plain" else [f"-DCUDA_ON_HOST_{build.upper()}_SANITIZER"]
+    if build == "address":
+        flags += SANITIZERS[build]
+    layer_object, program = folder / "layer.o", folder / "program"
+    subprocess.run([*common, *flags, "-c", layer, "-o", layer_object], check=True)
+    inputs = ["-xc++", *sources, ROOT / "csrc/core/check.cpp", "-xnone", layer_object, *libraries]
+    subprocess.run([*common, *SANITIZERS[build], *inputs, "-pthread", "-o", program], check=True)
+    return program
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        build: compile_program(tmp_path_factory.mktemp(build), build, [SOURCE], [])
+        for build in SANITIZERS
+    }
+
+
+def run(program: Path, *arguments: str, seed: str = "0") -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"CUDA_ON_HOST_SEED": seed, "TSAN_OPTIONS": "halt_on_error=1"}
+    return subprocess.run(
+        [program, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_clean_kernel_is_not_reproached(programs: dict[str, Path]) -> None:
+    for build, program in programs.items():
+        for seed in SEEDS:
+            result = run(program, seed=seed)
+            assert result.returncode == 0, f"{build}, seed {seed}:\n{result.stdout}"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_is_found(programs: dict[str, Path], mutant: str) -> None:
+    number = str(MUTANTS.index(mutant) + 1)
+    for build in MUST_FIND[mutant]:
+        seeds = SEEDS if build == "plain" else SEEDS[:1]
+        results = [run(programs[build], number, seed=seed) for seed in seeds]
+        assert any(result.returncode != 0 for result in results), f"{build} did not find {mutant}"
+        assert all(result.returncode != 2 for result in results), results[0].stdout
+
+
+@pytest.mark.parametrize("build", ["address", "thread"])
+def test_report_names_the_line_of_the_kernel(programs: dict[str, Path], build: str) -> None:
+    mutant = "kSharedOverrun" if build == "address" else "kNoSyncwarp"
+    report = run(programs[build], str(MUTANTS.index(mutant) + 1)).stdout
+    assert "gemm_mutants.cu:" in report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", ["address", "thread"])
+def test_primitives_under_sanitizers(tmp_path: Path, build: str) -> None:
+    sources = sorted(LAYER.glob("tests/*.cpp"))
+    program = compile_program(tmp_path, build, sources, ["-lgtest", "-lgtest_main"])
+    result = run(program)
+    assert result.returncode == 0, result.stdout
