@@ -101,10 +101,11 @@ template <void (*kKernel)(const EmbeddingParams&)>
 void embedding(Tensor out, Tensor table, Tensor token_ids, OptionalTensor last_tokens,
                int64_t stream) {
   constexpr const char* kOp = "embedding";
-  check(out.dim() == 2 && table.dim() == 2 && out.size(1) == table.size(1) &&
-            out.stride(1) == 1 && table.is_contiguous() && token_ids.numel() == out.size(0),
-        kOp, "out must be [num_tokens, size], table [vocab_size, size] and contiguous, token_ids "
-             "[num_tokens]");
+  check(out.dim() == 2 && table.dim() == 2 && out.size(1) == table.size(1) && out.stride(1) == 1 &&
+            table.is_contiguous() && token_ids.numel() == out.size(0),
+        kOp,
+        "out must be [num_tokens, size], table [vocab_size, size] and contiguous, token_ids "
+        "[num_tokens]");
   check_same_device(kOp, out, table, token_ids, last_tokens);
   EmbeddingParams params{};
   params.out = out.mutable_data_ptr();

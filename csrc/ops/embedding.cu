@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   const bool inside = token >= 0 && token < p.vocab_size;
   Out* out = static_cast<Out*>(p.out) + i * p.out_token_stride;
-  const In* row = static_cast<const In*>(p.table) + static_cast<int64_t>(inside ? token : 0) * p.size;
+  const In* row =
+      static_cast<const In*>(p.table) + static_cast<int64_t>(inside ? token : 0) * p.size;
   const bool aligned =
       (reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(row)) % 16 == 0;
   const int num_vectors = aligned ? p.size / kVector : 0;

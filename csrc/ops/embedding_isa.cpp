@@ -1,4 +1,6 @@
 // Rows of the embedding table, each a copy or a conversion.
+#include <cstddef>
+
 #include "core/isa.h"
 #include "core/parallel_for.h"
 #include "core/simd.h"

@@ -30,7 +30,6 @@ constexpr int kMaxWarps = kChooseThreads / 32;
 constexpr int kDigits = 256;  // of a radix selection
 constexpr int kMaxTopIds = 1024;
 constexpr int kMaxVocabSize = 1 << 24;  // of an id, select_key looks at the lower 24 bits
-constexpr uint64_t kNoKey = ~0ull;
 
 struct SampleArgs {
   SampleParams params;
@@ -73,20 +72,39 @@ struct Add {
   __device__ int64_t operator()(int64_t a, int64_t b) const { return a + b; }
 };
 
-// The sum of the values of the threads before this one.
+// `combine` of a short array, for every thread.
+template <typename T, typename Combine>
+__device__ T block_reduce_array(const T* array, int count, T value, T* scratch, Combine combine) {
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += 32) {
+      value = combine(value, array[i]);
+    }
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) value = combine(value, shuffle_xor(value, lanes));
+    if (threadIdx.x == 0) scratch[0] = value;
+  }
+  __syncthreads();
+  return scratch[0];
+}
+
+// In the first kNumThreads threads: the sum of the values of the threads before.
 template <int kNumThreads>
 __device__ int64_t block_sum_before(int64_t value, int64_t* scratch) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const bool takes_part = warp < kNumThreads / 32;
   int64_t sum = value;
+  if (takes_part) {
 #pragma unroll
-  for (int lanes = 1; lanes < 32; lanes *= 2) {
-    const auto below = __shfl_up_sync(0xffffffffu, static_cast<unsigned long long>(sum), lanes);
-    if (lane >= lanes) sum += static_cast<int64_t>(below);
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+      const auto below = __shfl_up_sync(0xffffffffu, static_cast<unsigned long long>(sum), lanes);
+      if (lane >= lanes) sum += static_cast<int64_t>(below);
+    }
   }
   __syncthreads();
-  if (lane == 31) scratch[warp] = sum;
+  if (takes_part && lane == 31) scratch[warp] = sum;
   __syncthreads();
-  for (int i = 0; i < warp; ++i) sum += scratch[i];
+  for (int i = 0; i < warp && takes_part; ++i) sum += scratch[i];
   return sum - value;
 }
 
@@ -104,16 +122,19 @@ struct BlockScratch {
   Crossing crossing;
 };
 
+// The work of the block's first kNumThreads threads.
 template <int kNumThreads, int kNumBins, typename Get>
 __device__ Crossing find_crossing(BlockScratch& scratch, int64_t target, Get get) {
-  constexpr int kPerThread = (kNumBins + kNumThreads - 1) / kNumThreads;
+  constexpr int kPerThread = kNumBins / kNumThreads;
   const int begin = static_cast<int>(threadIdx.x) * kPerThread;
   int64_t sum = 0;
-  for (int i = begin; i < begin + kPerThread && i < kNumBins; ++i) sum += get(i);
+  if (threadIdx.x < kNumThreads) {
+    for (int i = begin; i < begin + kPerThread; ++i) sum += get(i);
+  }
   int64_t before = block_sum_before<kNumThreads>(sum, scratch.sums);
   if (threadIdx.x == 0) scratch.crossing = {0, kNumBins - 1, 0};
   __syncthreads();
-  if (before < target && target <= before + sum) {
+  if (threadIdx.x < kNumThreads && before < target && target <= before + sum) {
     int bin = begin;
     while (before + get(bin) < target) before += get(bin++);
     scratch.crossing = {before, bin, 1};
@@ -189,23 +210,24 @@ struct Segment {
 struct BestLogit {
   float value = -infinity();
   int32_t id = -1;
-  uint32_t broken = 0;
+  bool broken = false;
 
   // Ids come in ascending order.
   __device__ void add(int candidate, float x) {
-    if (!(x < infinity())) broken = 1;
+    if (!(x < infinity())) broken = true;
     if (x > value) {
       value = x;
       id = candidate;
     }
   }
-  __device__ uint64_t key() const { return id < 0 ? kNoKey : Key(value, id).bits; }
+  __device__ uint64_t key() const {
+    return broken ? kBrokenKey : id < 0 ? kNoKey : Key(value, id).bits;
+  }
 };
 
 struct LeastKeys {
   __device__ SegmentPeak operator()(const SegmentPeak& a, const SegmentPeak& b) const {
-    return {a.raw < b.raw ? a.raw : b.raw, a.processed < b.processed ? a.processed : b.processed,
-            a.broken | b.broken};
+    return {a.raw < b.raw ? a.raw : b.raw, a.processed < b.processed ? a.processed : b.processed};
   }
 };
 
@@ -264,14 +286,12 @@ struct Row {
     return min(min(params.num_logprobs[state], params.max_logprobs), params.vocab_size);
   }
 
-  template <int kNumThreads>
+  __device__ int64_t first_segment() const {
+    return static_cast<int64_t>(index) * work.num_segments;
+  }
   __device__ SegmentPeak peak(BlockScratch& scratch) const {
-    SegmentPeak mine = {kNoKey, kNoKey, 0};
-    const SegmentPeak* peaks = work.peaks + static_cast<int64_t>(index) * work.num_segments;
-    for (int i = static_cast<int>(threadIdx.x); i < work.num_segments; i += kNumThreads) {
-      mine = LeastKeys()(mine, peaks[i]);
-    }
-    return block_reduce<kNumThreads>(mine, scratch.peaks, LeastKeys());
+    return block_reduce_array(work.peaks + first_segment(), work.num_segments,
+                              SegmentPeak{kNoKey, kNoKey}, scratch.peaks, LeastKeys());
   }
 
   __device__ int64_t list(Job job) const {
@@ -282,18 +302,14 @@ struct Row {
   __device__ int32_t* num_ids(Job job) const { return work.num_ids + list(job); }
   __device__ int32_t* ids(Job job) const { return work.ids + list(job) * kSampleListCapacity; }
 
-  template <int kNumThreads>
   __device__ int64_t sum(Job job, BlockScratch& scratch) const {
-    int64_t mine = 0;
-    for (int i = static_cast<int>(threadIdx.x); i < work.num_segments; i += kNumThreads) {
-      mine += sums(job)[i];
-    }
-    return block_reduce<kNumThreads>(mine, scratch.sums, Add());
+    return block_reduce_array(sums(job), work.num_segments, int64_t{0}, scratch.sums, Add());
   }
 };
 
 __device__ bool failed(const SegmentPeak& peak) {
-  return peak.broken != 0 || peak.raw == kNoKey || peak.processed == kNoKey;
+  return peak.raw == kBrokenKey || peak.processed == kBrokenKey || peak.raw == kNoKey ||
+         peak.processed == kNoKey;
 }
 
 // ---- prepare
@@ -387,8 +403,8 @@ __device__ BestLogit process_segment(const Row& row, const Segment& segment, Mas
       const Four<uint8_t> in_prompt =
           load_four<uint8_t>(params.prompt_mask + row.state_offset(), begin, size, 0);
       for (int j = 0; j < 4; ++j) {
-        x.v[j] = penalized(x.v[j], counts.v[j], in_prompt.v[j] != 0, repetition, frequency,
-                           presence);
+        x.v[j] =
+            penalized(x.v[j], counts.v[j], in_prompt.v[j] != 0, repetition, frequency, presence);
       }
     }
     for (int j = 0; j < 4; ++j) {
@@ -416,15 +432,13 @@ __global__ void __launch_bounds__(kThreads)
   const Segment segment(row.raw(), args.params.vocab_size);
   BestLogit best;
   segment.for_each([&](int id, float x, int) { best.add(id, x); });
-  SegmentPeak mine = {best.key(), best.key(), best.broken};
+  SegmentPeak mine = {best.key(), best.key()};
   if (row.processed() != row.raw()) {
-    const BestLogit processed = process_segment(row, segment, mask[0]);
-    mine.processed = processed.key();
-    mine.broken |= processed.broken;
+    mine.processed = process_segment(row, segment, mask[0]).key();
   }
   mine = block_reduce<kThreads>(mine, scratch[0].peaks, LeastKeys());
   if (threadIdx.x == 0) {
-    args.work.peaks[static_cast<int64_t>(row.index) * args.work.num_segments + blockIdx.x] = mine;
+    args.work.peaks[row.first_segment() + blockIdx.x] = mine;
   }
 }
 
@@ -573,7 +587,7 @@ __device__ void draw_segment(const Row& row, const SegmentPeak& peak, BlockScrat
   }
   best = block_reduce<kThreads>(best, scratch.draws, BetterDraw());
   if (threadIdx.x == 0) {
-    row.work.draws[static_cast<int64_t>(row.index) * row.work.num_segments + blockIdx.x] = best;
+    row.work.draws[row.first_segment() + blockIdx.x] = best;
   }
 }
 
@@ -586,7 +600,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto job = static_cast<Job>(blockIdx.z);
   if (!row.has_state()) return;
   if (job == kTopIds ? !row.with_logprobs() : row.greedy()) return;
-  const SegmentPeak peak = row.peak<kThreads>(scratch[0]);
+  const SegmentPeak peak = row.peak(scratch[0]);
   if (failed(peak)) return;
   Selection selection;
   if (selection_of(row, job, peak, &selection)) {
@@ -606,15 +620,14 @@ __global__ void __launch_bounds__(kThreads)
   const auto job = static_cast<Job>(blockIdx.z);
   if (!row.has_state()) return;
   if (job == kTopIds ? !row.with_logprobs() : row.greedy()) return;
-  const SegmentPeak peak = row.peak<kThreads>(scratch[0]);
+  const SegmentPeak peak = row.peak(scratch[0]);
   Selection selection;
   if (failed(peak) || !selection_of(row, job, peak, &selection)) return;
   if (!selection.by_weight && selection.count == 0) return;
   const int size = args.params.vocab_size;
-  const int64_t target =
-      selection.by_weight
-          ? top_p_target(args.params.top_p[row.state], row.sum<kThreads>(job, scratch[0]))
-          : selection.count;
+  const int64_t target = selection.by_weight
+                             ? top_p_target(args.params.top_p[row.state], row.sum(job, scratch[0]))
+                             : selection.count;
   const uint64_t* bins = row.bins(job);
   // A target of 0 is reached by the first token.
   const Crossing crossing = find_crossing<kThreads, kSampleBins>(
@@ -623,8 +636,8 @@ __global__ void __launch_bounds__(kThreads)
   uint32_t taken = 0;
   segment.for_each([&](int id, float x, int i) {
     const float scaled = (x - selection.max) * selection.scale;
-    const bool take = id < size && (x > -infinity() || selection.take_all) &&
-                      bin_of(scaled) <= crossing.bin;
+    const bool take =
+        id < size && (x > -infinity() || selection.take_all) && bin_of(scaled) <= crossing.bin;
     taken |= static_cast<uint32_t>(take) << i;
   });
   const int count = __popc(taken);
@@ -696,10 +709,9 @@ __device__ uint64_t select_key(const Source& source, const Selection& selection,
       }
     });
     __syncthreads();
-    const Crossing crossing =
-        find_crossing<kChooseThreads, kDigits>(scratch, target, [&](int i) -> int64_t {
-          return kByWeight ? join_halves(digits.low[i], digits.high[i]) : digits.counts[i];
-        });
+    const Crossing crossing = find_crossing<32, kDigits>(scratch, target, [&](int i) -> int64_t {
+      return kByWeight ? join_halves(digits.low[i], digits.high[i]) : digits.counts[i];
+    });
     if (!crossing.reached) return upper;
     target -= crossing.before;
     prefix |= static_cast<uint64_t>(crossing.bin) << shift;
@@ -731,7 +743,7 @@ __device__ int32_t choose_among_survivors(const Row& row, const SegmentPeak& pea
       });
       total = block_reduce<kChooseThreads>(total, scratch.sums, Add());
     } else {
-      total = row.sum<kChooseThreads>(kDraw, scratch);
+      total = row.sum(kDraw, scratch);
     }
     const int64_t target = top_p_target(row.params.top_p[row.state], total);
     last = select_key<true>(source, selection, last, target > 0 ? target : 1, digits, scratch);
@@ -750,8 +762,7 @@ __device__ int32_t choose_among_survivors(const Row& row, const SegmentPeak& pea
     if (~bits >= winning_limit(scaled - best.score)) return;
     best = BetterDraw()(best, {scaled + gumbel(bits), id});
   });
-  return static_cast<int32_t>(
-      block_reduce<kChooseThreads>(best, scratch.draws, BetterDraw()).id);
+  return static_cast<int32_t>(block_reduce<kChooseThreads>(best, scratch.draws, BetterDraw()).id);
 }
 
 __device__ int32_t choose_token(const Row& row, const SegmentPeak& peak, Digits& digits,
@@ -761,13 +772,11 @@ __device__ int32_t choose_token(const Row& row, const SegmentPeak& peak, Digits&
   if (selection_of(row, kDraw, peak, &selection)) {
     return choose_among_survivors(row, peak, selection, digits, scratch);
   }
-  SegmentDraw best = {-1e300, 0};
-  const SegmentDraw* draws = row.work.draws + static_cast<int64_t>(row.index) * row.work.num_segments;
-  for (int i = static_cast<int>(threadIdx.x); i < row.work.num_segments; i += kChooseThreads) {
-    best = BetterDraw()(best, draws[i]);
-  }
-  return static_cast<int32_t>(
-      block_reduce<kChooseThreads>(best, scratch.draws, BetterDraw()).id);
+  const SegmentDraw none = {-static_cast<double>(infinity()), 0};
+  const SegmentDraw* draws = row.work.draws + row.first_segment();
+  const SegmentDraw best =
+      block_reduce_array(draws, row.work.num_segments, none, scratch.draws, BetterDraw());
+  return static_cast<int32_t>(best.id);
 }
 
 struct TopKeys {
@@ -779,7 +788,7 @@ __device__ void write_top_ids(const Row& row, const SegmentPeak& peak, Digits& d
                               BlockScratch& scratch) {
   Selection selection;
   if (!selection_of(row, kTopIds, peak, &selection) || selection.count == 0) return;
-  const double log_total = log_of_weight(row.sum<kChooseThreads>(kTopIds, scratch));
+  const double log_total = log_of_weight(row.sum(kTopIds, scratch));
   const Source source(row, kTopIds, selection);
   const uint64_t last =
       select_key<false>(source, selection, kNoKey, selection.count, digits, scratch);
@@ -797,7 +806,8 @@ __device__ void write_top_ids(const Row& row, const SegmentPeak& peak, Digits& d
     for (int j = 0; j < count; ++j) place += top.keys[j] < top.keys[i];
     const Key key(top.keys[i]);
     row.params.top_ids[begin + place] = key.id();
-    row.params.top_logprobs[begin + place] = logprob_of(selection.x[key.id()], selection.max, log_total);
+    row.params.top_logprobs[begin + place] =
+        logprob_of(selection.x[key.id()], selection.max, log_total);
   }
 }
 
@@ -809,8 +819,8 @@ __global__ void __launch_bounds__(kChooseThreads, 1)
   VL_SHARED(TopKeys, top, [1]);
   const SampleParams& params = args.params;
   const Row row(args, static_cast<int>(blockIdx.x));
-  SegmentPeak peak = {kNoKey, kNoKey, 1};
-  if (row.has_state()) peak = row.peak<kChooseThreads>(scratch[0]);
+  SegmentPeak peak = {kNoKey, kNoKey};
+  if (row.has_state()) peak = row.peak(scratch[0]);
   if (blockIdx.y == kTopIds) {
     if (params.top_ids == nullptr) return;
     const int64_t begin = static_cast<int64_t>(row.index) * params.max_logprobs;
@@ -827,7 +837,7 @@ __global__ void __launch_bounds__(kChooseThreads, 1)
   const bool with_logprob = token >= 0 && params.logprobs != nullptr && row.with_logprobs();
   float logprob = -infinity();
   if (with_logprob) {
-    const double log_total = log_of_weight(row.sum<kChooseThreads>(kTopIds, scratch[0]));
+    const double log_total = log_of_weight(row.sum(kTopIds, scratch[0]));
     logprob = logprob_of(row.raw()[token], Key(peak.raw).logit(), log_total);
   }
   if (threadIdx.x > 0) return;

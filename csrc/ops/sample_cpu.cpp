@@ -152,8 +152,8 @@ class RowSampler {
     const float top_p = params_.top_p[row_];
     const bool cut_k = top_k > 0 && top_k < size_, cut_p = top_p < 1.0f;
     if (cut_k || cut_p) {
-      const Key last = cut_p ? last_of_top_p(draw, cut_k ? top_k : 0, top_p)
-                             : last_of_top_k(x, top_k);
+      const Key last =
+          cut_p ? last_of_top_p(draw, cut_k ? top_k : 0, top_p) : last_of_top_k(x, top_k);
       draw.cut_value = last.logit();
       draw.cut_id = last.id();
     }

@@ -155,8 +155,7 @@ int64_t collect_above(const float* x, int64_t begin, int64_t size, float thresho
 void penalize(float* x, int64_t size, const int32_t* output_counts, const uint8_t* prompt_mask,
               float repetition, float frequency, float presence) {
   for (int64_t i = 0; i < size; ++i) {
-    x[i] =
-        penalized(x[i], output_counts[i], prompt_mask[i] != 0, repetition, frequency, presence);
+    x[i] = penalized(x[i], output_counts[i], prompt_mask[i] != 0, repetition, frequency, presence);
   }
 }
 

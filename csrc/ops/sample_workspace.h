@@ -14,11 +14,13 @@ constexpr int kSampleListCapacity = 16384;
 // What is selected from: the processed logits for the draw, the raw ones for the likeliest tokens.
 constexpr int kSampleJobs = 2;
 
+// The least Key of the raw and of the processed logits: kNoKey if none is above -inf, kBrokenKey if
+// one is NaN or +inf.
 struct SegmentPeak {
-  uint64_t raw;        // the least Key of the raw logits, and
-  uint64_t processed;  // of the processed ones; all ones if there is no logit above -inf
-  uint64_t broken;     // 1: a NaN or +inf
+  uint64_t raw;
+  uint64_t processed;
 };
+constexpr uint64_t kNoKey = ~0ull, kBrokenKey = 0;
 struct SegmentDraw {
   double score;
   int64_t id;

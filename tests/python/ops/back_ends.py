@@ -31,6 +31,8 @@ class DeviceOps:
         op = getattr(torch.ops.vllm_lite, name)
 
         def call(*args: Any) -> Any:
+            if not any(isinstance(arg, torch.Tensor) for arg in args):
+                return op(*args)
             storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
             def to_device(arg: Any) -> Any:

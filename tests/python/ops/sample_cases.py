@@ -26,6 +26,7 @@ def _greedy(vocab_size: int, generator: torch.Generator, dtype: torch.dtype) -> 
         logits, order, order, float_state, int_state, torch.zeros(num_rows, dtype=torch.int64),
         None, None, None, None, None, None, None, None, None,
         token_ids, logprobs, ranks, top_ids, top_logprobs,
+        torch.empty(ops.sample_workspace_bytes(num_rows, vocab_size), dtype=torch.uint8),
     )  # fmt: skip
     reference = logits.double().log_softmax(-1)
     best = reference.topk(NUM_TOP)

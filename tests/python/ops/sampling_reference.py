@@ -123,6 +123,8 @@ def sample(
         outcome.ranks,
         outcome.top_ids,
         outcome.top_logprobs,
+        # Whatever an earlier call left there.
+        torch.full((ops.sample_workspace_bytes(num_rows, vocab_size),), 0x5A, dtype=torch.uint8),
     )
     return outcome
 

@@ -1,12 +1,13 @@
 """The sampler against ``sampling_reference``, by hand, and by statistics. Every seed is fixed."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
 
+from ops.back_ends import PARAMS, use
 from ops.sampling_reference import (
     Outcome,
     Row,
@@ -31,7 +32,7 @@ def log_of(*probabilities: float) -> torch.Tensor:
     return torch.tensor([probabilities], dtype=torch.float64).log().float()
 
 
-def sampled_set(logits: torch.Tensor, row: Row, draws: int = 300) -> set[int]:
+def sampled_set(logits: torch.Tensor, row: Row, draws: int = 80) -> set[int]:
     """Every id that `draws` positions give."""
     rows = [row.at(position) for position in range(draws)]
     return set(sample(logits.expand(draws, -1), rows).tokens())
@@ -52,12 +53,12 @@ def test_philox_gives_the_published_answers() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 3, 16, 63, 64, 65, 1000, 49152])
-def test_greedy_is_the_argmax(vocab_size: int, isa: str) -> None:
+def test_greedy_is_the_argmax(vocab_size: int, back_end: str) -> None:
     logits = random_logits(1, 8, vocab_size)
     assert sample(logits, [Row()] * 8).tokens() == logits.argmax(-1).tolist()
 
 
-def test_greedy_takes_the_lowest_id_among_equals(isa: str) -> None:
+def test_greedy_takes_the_lowest_id_among_equals(back_end: str) -> None:
     logits = torch.zeros(4, 200)
     logits[0, [150, 37, 199]] = 5.0
     logits[1, [18, 2]] = 1.0
@@ -71,7 +72,7 @@ def test_greedy_takes_the_lowest_id_among_equals(isa: str) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [0, 5, 63, 64, 99])
 def test_a_row_with_nan_or_without_a_candidate_fails_alone(
-    bad: int, temperature: float, isa: str
+    bad: int, temperature: float, back_end: str
 ) -> None:
     logits = random_logits(2, 6, 100)
     logits[1, bad] = NAN
@@ -90,7 +91,7 @@ def test_a_row_with_nan_or_without_a_candidate_fails_alone(
     assert outcome.output_counts.sum(-1).tolist() == [2, 1, 1, 1, 0, 2]
 
 
-def test_masks_that_leave_no_candidate_fail_the_row(isa: str) -> None:
+def test_masks_that_leave_no_candidate_fail_the_row(back_end: str) -> None:
     logits = random_logits(3, 3, 50)
     logits[1, 7] = -INF
     rows = [
@@ -134,7 +135,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_the_choice_equals_the_reference(name: str, isa: str) -> None:
+def test_the_choice_equals_the_reference(name: str, back_end: str) -> None:
     num_rows, vocab_size = 40, 1003
     logits = random_logits(4, num_rows, vocab_size)
     logits[::2] = logits[::2].bfloat16().float()  # many ties
@@ -145,14 +146,14 @@ def test_the_choice_equals_the_reference(name: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["all", "top_k", "top_p", "top_p_high", "top_k_top_p"])
-def test_a_large_vocabulary(name: str, isa: str) -> None:
+def test_a_large_vocabulary(name: str, back_end: str) -> None:
     logits = random_logits(5, 3, 151936)
     rows = [replace(CUTS[name], seed=i, position=4095) for i in range(3)]
     expected = [reference_token(logits[i].numpy(), rows[i]) for i in range(3)]
     assert sample(logits, rows).tokens() == expected
 
 
-def test_every_noise_is_the_reference_noise(isa: str) -> None:
+def test_every_noise_is_the_reference_noise(back_end: str) -> None:
     # With equal logits the choice is the id of the largest noise.
     rows = [Row(1.0, seed=-1 - i, position=2**31 - 1 - i) for i in range(200)]
     expected = [int(gumbel_noise(row.seed, row.position, 259).argmax()) for row in rows]
@@ -160,13 +161,13 @@ def test_every_noise_is_the_reference_noise(isa: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-38])
-def test_a_tiny_temperature_is_greedy(temperature: float, isa: str) -> None:
+def test_a_tiny_temperature_is_greedy(temperature: float, back_end: str) -> None:
     logits = random_logits(6, 30, 500)
     rows = [Row(temperature, seed=i, top_p=0.9 if i % 2 else 1.0) for i in range(30)]
     assert sample(logits, rows).tokens() == logits.argmax(-1).tolist()
 
 
-def test_extreme_logits_and_a_huge_temperature(isa: str) -> None:
+def test_extreme_logits_and_a_huge_temperature(back_end: str) -> None:
     logits = torch.full((4, 100), -3e38)
     logits[:, 40] = 3e38
     logits[2:, 50:] = -INF
@@ -197,7 +198,7 @@ def test_extreme_logits_and_a_huge_temperature(isa: str) -> None:
     ],
     ids=str,
 )
-def test_ties_at_a_boundary_go_to_the_lowest_ids(row: Row, kept: set[int], isa: str) -> None:
+def test_ties_at_a_boundary_go_to_the_lowest_ids(row: Row, kept: set[int], back_end: str) -> None:
     assert sampled_set(torch.zeros(1, 10), row) == kept
 
 
@@ -218,11 +219,11 @@ def test_ties_at_a_boundary_go_to_the_lowest_ids(row: Row, kept: set[int], isa: 
     ],
     ids=str,
 )
-def test_cuts_by_hand(row: Row, kept: set[int], isa: str) -> None:
+def test_cuts_by_hand(row: Row, kept: set[int], back_end: str) -> None:
     assert sampled_set(log_of(0.2, 0.4, 0.3, 0.1), row) == kept
 
 
-def test_equal_weights_of_unequal_logits_are_cut_by_logit(isa: str) -> None:
+def test_equal_weights_of_unequal_logits_are_cut_by_logit(back_end: str) -> None:
     # At this temperature every weight is exactly 1.
     logits = torch.tensor([[-3.0, -1.0, 0.0, -2.0]])
     assert sampled_set(logits, Row(1e30, top_p=0.5)) == {2, 1}
@@ -239,11 +240,11 @@ def test_a_long_tail_just_inside_top_p(isa: str) -> None:
     assert 700 < len(drawn) <= 802 and max(drawn) in (799, 800, 801)
 
 
-def test_two_of_three_equal_second_places(isa: str) -> None:
+def test_two_of_three_equal_second_places(back_end: str) -> None:
     assert sampled_set(log_of(0.4, 0.3, 0.3), Row(1.0, top_k=2)) == {0, 1}
 
 
-def test_settings_that_cut_nothing_change_nothing(isa: str) -> None:
+def test_settings_that_cut_nothing_change_nothing(back_end: str) -> None:
     logits = random_logits(7, 50, 300)
     plain = sample(logits, [Row(1.0, seed=i) for i in range(50)]).tokens()
     idle = [
@@ -253,7 +254,7 @@ def test_settings_that_cut_nothing_change_nothing(isa: str) -> None:
     assert sample(logits, idle).tokens() == plain
 
 
-def test_the_tightest_cuts_are_greedy(isa: str) -> None:
+def test_the_tightest_cuts_are_greedy(back_end: str) -> None:
     logits = random_logits(8, 4, 300)
     rows = [
         Row(5.0, top_k=1),
@@ -277,7 +278,7 @@ def assert_effective_logit(logits: torch.Tensor, row: Row, token: int, value: fl
         assert sample(contest, [one]).tokens() == [winner]
 
 
-def test_penalties_by_hand_at_the_first_and_second_step(isa: str) -> None:
+def test_penalties_by_hand_at_the_first_and_second_step(back_end: str) -> None:
     # Prompt [3, 3, 4]: repetition counts it from the first step, the other two never do.
     logits = torch.tensor([[1.0, -1.0, 0.5, 2.0, -2.0, 0.25, 0.0]])
     first = Row(repetition=2.0, presence=0.5, frequency=0.25, prompt=[3, 3, 4], position=3)
@@ -294,7 +295,7 @@ def test_penalties_by_hand_at_the_first_and_second_step(isa: str) -> None:
     assert_effective_logit(logits, negative, 1, -0.5 + 0.5 + 1.0)
 
 
-def test_the_sampled_token_is_counted(isa: str) -> None:
+def test_the_sampled_token_is_counted(back_end: str) -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]]).expand(2, -1)
     # Rows 5 and 2 of the state; presence 1.5 makes the second token the best once the first is out.
     row = Row(presence=1.5, output=[1])
@@ -306,14 +307,14 @@ def test_the_sampled_token_is_counted(isa: str) -> None:
     assert outcome.output_counts.sum() == 4
 
 
-def test_bias_moves_a_logit_and_comes_before_the_repetition_penalty(isa: str) -> None:
+def test_bias_moves_a_logit_and_comes_before_the_repetition_penalty(back_end: str) -> None:
     logits = torch.tensor([[1.0, 2.0, 0.0]])
     assert_effective_logit(logits, Row(bias={0: 2.5}), 0, 3.5)
     assert_effective_logit(logits, Row(bias={0: -3.0}, repetition=2.0, prompt=[0]), 0, -4.0)
     assert sample(logits, [Row(bias={0: 100.0})]).tokens() == [0]
 
 
-def test_ids_outside_the_vocabulary_are_ignored(isa: str) -> None:
+def test_ids_outside_the_vocabulary_are_ignored(back_end: str) -> None:
     logits = torch.tensor([[1.0, 2.0, 0.0]])
     wild = [-1, 3, 2**31 - 1, -(2**31)]
     row = Row(
@@ -326,13 +327,13 @@ def test_ids_outside_the_vocabulary_are_ignored(isa: str) -> None:
     assert sample(logits, [row]).tokens() == [2]
 
 
-def test_stop_ids_are_masked_until_the_minimum_length(isa: str) -> None:
+def test_stop_ids_are_masked_until_the_minimum_length(back_end: str) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]]).expand(3, -1)
     rows = [Row(stop=[1, 2], min_total_tokens=10, position=p) for p in (8, 9, 10)]
     assert sample(logits, rows).tokens() == [0, 0, 1]
 
 
-def test_lists_belong_to_their_row(isa: str) -> None:
+def test_lists_belong_to_their_row(back_end: str) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]]).expand(4, -1)
     rows = [Row(), Row(allowed=[3, 0, 3]), Row(bias={2: 5.0}), Row(stop=[1], min_total_tokens=1)]
     assert sample(logits, rows).tokens() == [1, 0, 2, 2]
@@ -342,7 +343,7 @@ def test_lists_belong_to_their_row(isa: str) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [5, 100, 151936])
-def test_logprobs_are_of_the_raw_logits(vocab_size: int, isa: str) -> None:
+def test_logprobs_are_of_the_raw_logits(vocab_size: int, back_end: str) -> None:
     logits = random_logits(9, 6, vocab_size, 5.0)
     expected = logits.double().log_softmax(-1)
     rows = [
@@ -360,7 +361,7 @@ def test_logprobs_are_of_the_raw_logits(vocab_size: int, isa: str) -> None:
         assert (outcome.top_ids[i, count:] == -1).all()
 
 
-def test_top_ids_are_distinct_and_ordered_also_among_ties(isa: str) -> None:
+def test_top_ids_are_distinct_and_ordered_also_among_ties(back_end: str) -> None:
     logits = torch.zeros(1, 3000)
     logits[0, [2999, 5, 700]] = 1.0
     outcome = sample(logits, [Row(num_logprobs=8)])
@@ -368,14 +369,14 @@ def test_top_ids_are_distinct_and_ordered_also_among_ties(isa: str) -> None:
     assert outcome.tokens() == [5] and outcome.ranks.tolist() == [1]
 
 
-def test_more_logprobs_than_finite_logits_or_vocabulary(isa: str) -> None:
+def test_more_logprobs_than_finite_logits_or_vocabulary(back_end: str) -> None:
     logits = torch.tensor([[-INF, 1.0, -INF, 2.0]])
     outcome = sample(logits, [Row(num_logprobs=6)])
     assert outcome.top_ids[0].tolist() == [3, 1, 0, 2, -1, -1, -1]
     assert outcome.top_logprobs[0, 2:].tolist() == [-INF] * 5
 
 
-def test_rows_that_ask_for_no_logprobs_get_none(isa: str) -> None:
+def test_rows_that_ask_for_no_logprobs_get_none(back_end: str) -> None:
     outcome = sample(torch.zeros(2, 9), [Row(num_logprobs=2), Row()])
     assert (outcome.top_ids[1] == -1).all() and outcome.ranks.tolist() == [1, 0]
 
@@ -445,7 +446,7 @@ def outcome_of(outcome: Outcome, row: int, count: int) -> tuple[object, ...]:
     )
 
 
-def test_a_row_does_not_depend_on_its_neighbours_or_place(isa: str) -> None:
+def test_a_row_does_not_depend_on_its_neighbours_or_place(back_end: str) -> None:
     logits = random_logits(11, 64, 2050)
     rows = mixed_rows(64)
     order = np.random.default_rng(3).permutation(64).tolist()
@@ -458,7 +459,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_place(isa: str) -> None:
         assert outcome_of(alone, 0, count) == outcome_of(shuffled, place, count)
 
 
-def test_a_strided_view_of_logits(isa: str) -> None:
+def test_a_strided_view_of_logits(back_end: str) -> None:
     wide = random_logits(12, 8, 700)
     rows = mixed_rows(8)
     view = wide[:, 100:601]
@@ -468,27 +469,66 @@ def test_a_strided_view_of_logits(isa: str) -> None:
     )
 
 
-@pytest.mark.parametrize("vocab_size", [77, 4099, 49152])
-def test_instruction_sets_agree_bit_for_bit(vocab_size: int) -> None:
-    logits = random_logits(13, 24, max(vocab_size, 1003))
-    rows = mixed_rows(24)
-    if vocab_size < 1003:
-        logits = logits[:, :vocab_size]
-        rows = [row for row in rows if not row.output]
-        logits = logits[: len(rows)]
+def random_row(random: np.random.Generator, vocab_size: int, position: int) -> Row:
+    """Any mixture of options, the usual values and the odd ones."""
 
-    def run(name: str) -> list[tuple[object, ...]]:
-        ops.set_cpu_isa(name)
-        outcome = sample(logits, rows)
-        return [outcome_of(outcome, i, max(rows[i].num_logprobs, 0)) for i in range(len(rows))]
+    def one_of(*values: float) -> float:
+        return values[random.integers(len(values))]
 
-    before = ops.current_cpu_isa()
-    try:
-        results = {name: run(name) for name in ops.cpu_isas()}
-    finally:
-        ops.set_cpu_isa(before)
-    for name, result in results.items():
-        assert result == results["portable"], name
+    def ids(most: int) -> list[int]:
+        return random.integers(-2, vocab_size + 2, random.integers(most)).tolist()
+
+    def history(most: int) -> list[int]:
+        return random.integers(0, vocab_size, random.integers(most)).tolist()
+
+    return Row(
+        temperature=one_of(0.0, 0.2, 0.7, 1.0, 1.0, 1.6, 1e-30, 1e30),
+        top_k=int(one_of(0, 0, 1, 2, 40, vocab_size // 2, vocab_size, 2**31 - 1)),
+        top_p=one_of(1.0, 1.0, 0.0, 0.3, 0.9, 0.95, 0.9999, 0.9999999),
+        min_p=one_of(0.0, 0.0, 0.0, 0.02, 0.5, 1.0),
+        repetition=one_of(1.0, 1.0, 1.2, 0.7),
+        presence=one_of(0.0, 0.0, 0.6, -0.4),
+        frequency=one_of(0.0, 0.0, 0.3, -0.2),
+        num_logprobs=int(one_of(-1, -1, 0, 1, 5, 20)),
+        min_total_tokens=int(one_of(0, 0, position, position + 1)),
+        seed=int(random.integers(-(2**63), 2**63)),
+        position=position,
+        bias=dict.fromkeys(ids(20), one_of(-4.0, 2.5, 7.0)) if random.random() < 0.3 else {},
+        allowed=ids(400) if random.random() < 0.2 else [],
+        stop=ids(10),
+        prompt=history(50),
+        output=history(50),
+    )
+
+
+def random_case(seed: int, num_rows: int, vocab_size: int) -> tuple[torch.Tensor, list[Row]]:
+    random = np.random.default_rng(seed)
+    scale = torch.tensor(random.choice([0.0, 0.5, 3.0, 8.0], (num_rows, 1)), dtype=torch.float32)
+    logits = random_logits(seed, num_rows, vocab_size, 1.0) * scale
+    rounded = torch.from_numpy(random.random(num_rows) < 0.5)
+    logits[rounded] = logits[rounded].bfloat16().float()  # many ties
+    logits[::7, ::3] = -INF
+    logits[5::31, vocab_size // 2] = NAN
+    logits[6::37] = -INF
+    return logits, [random_row(random, vocab_size, int(random.integers(5000))) for _ in logits]
+
+
+@pytest.mark.parametrize("back_end", PARAMS)
+@pytest.mark.parametrize(
+    ("num_rows", "vocab_size"),
+    [(200, 7), (200, 1003), (60, 4099), (40, 8192), (40, 20_011), (8, 49_152), (6, 151_936)],
+)
+def test_every_back_end_gives_the_same_bits(num_rows: int, vocab_size: int, back_end: str) -> None:
+    logits, rows = random_case(vocab_size, num_rows, vocab_size)
+
+    def run(name: str) -> Outcome:
+        with use(name):
+            return sample(logits, rows)
+
+    expected, actual = run("portable"), run(back_end)
+    for field in fields(Outcome):
+        a, b = getattr(actual, field.name), getattr(expected, field.name)
+        assert torch.equal(a, b), (field.name, [rows[i] for i in (a != b).nonzero()[:1, 0]])
 
 
 # ---- arguments
@@ -512,3 +552,14 @@ def test_wrong_logits_are_refused(
     nothing = (None,) * 9
     with pytest.raises(RuntimeError, match=message):
         ops.sample(logits, ids, ids, state, ints, seeds, *nothing, ids, None, None, None, None)
+
+
+@pytest.mark.parametrize("given", [None, 4096])
+def test_cuda_refuses_a_workspace_that_is_too_small(given: int | None) -> None:
+    ids = torch.zeros(2, dtype=torch.int32)
+    with use("cuda_on_host"), pytest.raises(RuntimeError, match="needs a workspace"):
+        ops.sample(
+            torch.zeros(2, 8), ids, ids, torch.zeros(6, 2), torch.zeros(3, 2, dtype=torch.int32),
+            torch.zeros(2, dtype=torch.int64), *(None,) * 9, ids, None, None, None, None,
+            None if given is None else torch.empty(given, dtype=torch.uint8),
+        )  # fmt: skip
