@@ -263,7 +263,7 @@ Scheduler::ForkResult Scheduler::try_fork(Sequence* sequence, int32_t headroom) 
   return ForkResult::kDone;
 }
 
-// Inline: as a call it costs a decode 30 instructions, a third of its planning.
+// Inline: as a call it costs a decode 30 instructions, a quarter of its planning.
 inline void Scheduler::schedule(Sequence* sequence, int32_t num_tokens, bool samples, bool new_row) {
   Sequence& s = *sequence;
   planned_->sequences.emplace_back(sequence, s.num_planned, num_tokens, samples, new_row);
