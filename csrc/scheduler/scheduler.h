@@ -181,14 +181,11 @@ class Scheduler {
   bool try_admit(Sequence* sequence, int32_t headroom);
   enum class ForkResult : uint8_t { kDone, kNoRoom, kImpossible };
   ForkResult try_fork(Sequence* sequence, int32_t headroom);
-  // The steps in flight, oldest first, then the one being planned.
-  PlannedStep& planned_step(int32_t i) {
-    return steps_[static_cast<size_t>((oldest_step_ + i) % kMaxStepsInFlight)];
+  // Steps in flight, the oldest is 0.
+  size_t index_of_step(int32_t i) const {
+    return static_cast<size_t>((oldest_step_ + i) % kMaxStepsInFlight);
   }
-  const PlannedStep& planned_step(int32_t i) const {
-    return const_cast<Scheduler*>(this)->planned_step(i);
-  }
-  void schedule(Sequence* sequence, int32_t num_tokens, bool new_row);
+  void schedule(Sequence* sequence, int32_t num_tokens, bool samples, bool new_row);
   void preempt(Sequence* sequence);
   void back_to_waiting(Sequence* sequence);
   void give_back(Sequence* sequence);
@@ -213,6 +210,7 @@ class Scheduler {
   int32_t num_in_flight_ = 0;
   int32_t oldest_step_ = 0;  // index of the oldest step in flight, or of the next
   std::array<PlannedStep, kMaxStepsInFlight> steps_;
+  PlannedStep* planned_ = nullptr;  // the step that plan() is making, or made last
   std::vector<RowId> free_rows_;        // a stack: the row freed last is warm
   std::vector<RowId> unreported_rows_;  // freed, in no step yet
   std::vector<bool> row_unreported_;    // row -> is in unreported_rows_

@@ -21,8 +21,10 @@ thread_local int64_t num_allocations = 0;
 namespace vllm_lite::testing {
 namespace {
 
-struct EngineAllocations : EngineTest {
+// With asynchronous scheduling or without.
+struct EngineAllocations : EngineTest, ::testing::WithParamInterface<bool> {
   EngineAllocations() {
+    config_.async_scheduling = GetParam();
     config_.scheduler.max_num_seqs = 32;
     config_.scheduler.max_num_batched_tokens = 512;
     config_.scheduler.max_model_len = 400;
@@ -42,7 +44,10 @@ struct EngineAllocations : EngineTest {
       int64_t before = num_allocations;
       const auto plan = core().begin_step();
       count += num_allocations - before;
-      const std::vector<int32_t> result = engine().worker.execute(plan);
+      engine().plans.emplace_back(plan.begin(), plan.end());
+      if (core().num_outstanding() < core().max_outstanding()) continue;
+      const std::vector<int32_t> result = engine().worker.execute(engine().plans.front());
+      engine().plans.pop_front();
       before = num_allocations;
       core().finish_step(result);
       count += num_allocations - before;
@@ -52,18 +57,20 @@ struct EngineAllocations : EngineTest {
   }
 };
 
-TEST_F(EngineAllocations, NoneWithAClientThatKeepsUp) {
+TEST_P(EngineAllocations, NoneWithAClientThatKeepsUp) {
   EXPECT_GT(count_allocations(100, true), 32);  // the counter counts
   // A message that is a little longer than any before may grow the buffers, hardly ever.
   EXPECT_LE(count_allocations(250, true), 10);
 }
 
-TEST_F(EngineAllocations, OnlyTheOutboxGrowsForASlowClient) {
+TEST_P(EngineAllocations, OnlyTheOutboxGrowsForASlowClient) {
   count_allocations(100, true);
   EXPECT_LE(count_allocations(250, false), 20);  // by doubling, to a megabyte
   engine().take_outputs();
   EXPECT_EQ(engine().clients[0].stats.num_running, 32);
 }
+
+INSTANTIATE_TEST_SUITE_P(Async, EngineAllocations, ::testing::Bool());
 
 }  // namespace
 }  // namespace vllm_lite::testing

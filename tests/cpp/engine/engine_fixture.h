@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <deque>
 #include <memory>
 #include <string>
 #include <utility>
@@ -40,14 +41,29 @@ class Engine {
     }
   }
 
-  // False if there was nothing to do.
+  // False if there was nothing to do. An asynchronous engine's worker answers a plan once it has
+  // the next, or there is none.
   bool step() {
+    const bool planned = core.num_outstanding() < core.max_outstanding() && begin_step();
+    const bool ends = core.num_outstanding() > 0 &&
+                      (!planned || core.num_outstanding() == core.max_outstanding());
+    if (ends) finish_step();
+    take_outputs();
+    return planned || ends;
+  }
+  // False if the plan is empty.
+  bool begin_step() {
     const auto plan = core.begin_step();
     core.check_invariants();
-    if (!plan.empty()) core.finish_step(worker.execute(plan));
-    core.check_invariants();
-    take_outputs();
+    if (!plan.empty()) plans.emplace_back(plan.begin(), plan.end());
     return !plan.empty();
+  }
+  // The worker's result of the oldest plan.
+  void finish_step() {
+    const std::vector<int32_t> plan = std::move(plans.front());
+    plans.pop_front();
+    core.finish_step(worker.execute(plan));
+    core.check_invariants();
   }
 
   void take_outputs() {
@@ -112,6 +128,7 @@ class Engine {
   EngineCore core;
   FakeWorker worker;
   std::vector<Client> clients;
+  std::deque<std::vector<int32_t>> plans;  // on their way
 };
 
 class EngineTest : public ::testing::Test {

@@ -1,5 +1,7 @@
 // The same requests in every mix: alone, batched, in chunks, preempted, with and without cached
 // prefixes. Each gives what it gives alone.
+#include <tuple>
+
 #include "engine_fixture.h"
 
 namespace vllm_lite::testing {
@@ -21,10 +23,13 @@ Mix make_mix(const char* name, void (*change)(EngineCoreConfig&)) {
   return mix;
 }
 
-struct EngineMix : EngineTest, ::testing::WithParamInterface<Mix> {};
+// The mix, and asynchronous scheduling.
+struct EngineMix : EngineTest, ::testing::WithParamInterface<std::tuple<Mix, bool>> {};
 
 TEST_P(EngineMix, GivesWhatEachRequestGivesAlone) {
-  config_ = GetParam().config;
+  const auto& [mix, is_async] = GetParam();
+  config_ = mix.config;
+  config_.async_scheduling = is_async;
   std::vector<RequestInput> inputs;
   for (TokenId i = 0; i < 40; ++i) {
     // Half share a prompt's beginning, some all of it.
@@ -39,37 +44,44 @@ TEST_P(EngineMix, GivesWhatEachRequestGivesAlone) {
     if (i % 10 == 3) input.salt = {1, 2};
     inputs.push_back(input);
     core().submit(input);
-    if (GetParam().one_at_a_time) engine().run_until_idle();
+    if (mix.one_at_a_time) engine().run_until_idle();
     if (i % 4 == 3) engine().step();
   }
   engine().run_until_idle();
   for (const RequestInput& input : inputs) engine().expect_solo(input);
   const EngineStats stats = core().stats();
-  const std::string name = GetParam().name;
+  const std::string name = mix.name;
   EXPECT_EQ(stats.prefix_hits > 0, config_.cache.enable_prefix_caching);
   EXPECT_EQ(stats.num_preemptions > 0, name == "tiny_pool" || name == "tiny_pool_priority");
   EXPECT_TRUE(engine().worker.num_copies > 0 || name != "batch");
+  EXPECT_EQ(engine().worker.num_placeholders > 0, is_async);
 }
 
 INSTANTIATE_TEST_SUITE_P(
     Mixes, EngineMix,
-    ::testing::Values(
-        make_mix("alone", [](EngineCoreConfig&) {}), make_mix("batch", [](EngineCoreConfig&) {}),
-        make_mix("chunks", [](EngineCoreConfig& c) { c.scheduler.max_chunk_tokens = 3; }),
-        make_mix("small_budget",
-                 [](EngineCoreConfig& c) { c.scheduler.max_num_batched_tokens = 5; }),
-        make_mix("one_row", [](EngineCoreConfig& c) { c.scheduler.max_num_seqs = 1; }),
-        make_mix("no_prefix_cache",
-                 [](EngineCoreConfig& c) { c.cache.enable_prefix_caching = false; }),
-        make_mix("window", [](EngineCoreConfig& c) { c.cache.sliding_window = 10; }),
-        make_mix("tiny_pool", [](EngineCoreConfig& c) { c.cache.num_blocks = 26; }),
-        make_mix("tiny_pool_priority",
-                 [](EngineCoreConfig& c) {
-                   c.cache.num_blocks = 26;
-                   c.scheduler.policy = SchedulingPolicy::kPriority;
-                   c.scheduler.max_chunk_tokens = 7;
-                 })),
-    [](const auto& mix) { return std::string(mix.param.name); });
+    ::testing::Combine(
+        ::testing::Values(
+            make_mix("alone", [](EngineCoreConfig&) {}),
+            make_mix("batch", [](EngineCoreConfig&) {}),
+            make_mix("chunks", [](EngineCoreConfig& c) { c.scheduler.max_chunk_tokens = 3; }),
+            make_mix("small_budget",
+                     [](EngineCoreConfig& c) { c.scheduler.max_num_batched_tokens = 5; }),
+            make_mix("one_row", [](EngineCoreConfig& c) { c.scheduler.max_num_seqs = 1; }),
+            make_mix("no_prefix_cache",
+                     [](EngineCoreConfig& c) { c.cache.enable_prefix_caching = false; }),
+            make_mix("window", [](EngineCoreConfig& c) { c.cache.sliding_window = 10; }),
+            make_mix("tiny_pool", [](EngineCoreConfig& c) { c.cache.num_blocks = 26; }),
+            make_mix("tiny_pool_priority",
+                     [](EngineCoreConfig& c) {
+                       c.cache.num_blocks = 26;
+                       c.scheduler.policy = SchedulingPolicy::kPriority;
+                       c.scheduler.max_chunk_tokens = 7;
+                     })),
+        ::testing::Bool()),
+    [](const auto& mix) {
+      const std::string name = std::get<0>(mix.param).name;
+      return std::get<1>(mix.param) ? name + "_async" : name;
+    });
 
 }  // namespace
 }  // namespace vllm_lite::testing

@@ -19,7 +19,8 @@ struct Coverage {
 
 class Soak {
  public:
-  Soak(uint32_t seed, const Vocabulary& vocabulary) : random_(seed) {
+  Soak(uint32_t seed, const Vocabulary& vocabulary, bool is_async) : random_(seed) {
+    config_.async_scheduling = is_async;
     config_.cache.block_size = 1 << pick(0, 3);
     config_.cache.num_blocks = pick(6, 40);
     config_.cache.enable_prefix_caching = chance(0.6);
@@ -66,12 +67,12 @@ class Soak {
 
   // As Engine::step, but with anything in between.
   void step() {
-    const auto plan = engine_->core.begin_step();
-    engine_->core.check_invariants();
+    EngineCore& core = engine_->core;
+    const bool planned = engine_->begin_step();
     while (chance(0.3)) submit();
     if (chance(aborts_)) abort();
-    if (!plan.empty()) engine_->core.finish_step(engine_->worker.execute(plan));
-    engine_->core.check_invariants();
+    const bool waits = !planned || core.num_outstanding() == core.max_outstanding() || chance(0.1);
+    if (core.num_outstanding() > 0 && waits) engine_->finish_step();
     if (chance(0.4)) engine_->take_outputs();
   }
 
@@ -185,13 +186,13 @@ uint32_t environment(const char* name, uint32_t otherwise) {
   return value == nullptr ? otherwise : static_cast<uint32_t>(std::strtoul(value, nullptr, 10));
 }
 
-void soak(const Vocabulary& vocabulary) {
+void soak(const Vocabulary& vocabulary, bool is_async) {
   const uint32_t first = environment("VLLM_LITE_SOAK_FIRST", 1);
   const uint32_t count = environment("VLLM_LITE_SOAK_SEEDS", 60);
   Coverage coverage;
   for (uint32_t seed = first; seed < first + count; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    Soak(seed, vocabulary).run(100, coverage);
+    Soak(seed, vocabulary, is_async).run(100, coverage);
     ASSERT_FALSE(::testing::Test::HasFailure());
   }
   if (count < 60) return;
@@ -203,8 +204,10 @@ void soak(const Vocabulary& vocabulary) {
   }
 }
 
-TEST(EngineSoak, ByteLevel) { soak(byte_level_vocabulary()); }
-TEST(EngineSoak, ByteFallback) { soak(byte_fallback_vocabulary()); }
+TEST(EngineSoak, ByteLevel) { soak(byte_level_vocabulary(), false); }
+TEST(EngineSoak, ByteFallback) { soak(byte_fallback_vocabulary(), false); }
+TEST(EngineSoak, Asynchronous) { soak(byte_level_vocabulary(), true); }
+TEST(EngineSoak, AsynchronousByteFallback) { soak(byte_fallback_vocabulary(), true); }
 
 }  // namespace
 }  // namespace vllm_lite::testing

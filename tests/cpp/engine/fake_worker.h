@@ -1,6 +1,7 @@
 // A worker in place of the real one. It knows plans' words alone, keeps in each KV slot the token
 // and position that were stored there, and "computes" the next token from what it reads back
-// through the block tables: a wrong block, row, copy or position changes the output.
+// through the block tables: a wrong block, row, copy or position changes the output. What does not
+// fit together makes a row fail, which only a plan on top of a failed step may see.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -122,6 +123,7 @@ class FakeWorker {
   // Asked before each step; a message makes it fail, before or after the plan was taken in.
   std::function<std::string(const PlanView&)> fails;
   int64_t num_copies = 0;
+  int64_t num_placeholders = 0;
 
   std::vector<int32_t> execute(std::span<const int32_t> words) {
     const PlanView plan(words);
@@ -141,7 +143,9 @@ class FakeWorker {
     }
     for (int32_t i = 0; i < plan.header().num_tokens; ++i) {
       const auto at = static_cast<size_t>(i);
-      slot(plan.slot(i)) = {plan.token_ids()[at], plan.positions()[at]};
+      const TokenId token = plan.token_ids()[at];
+      num_placeholders += token < 0;
+      slot(plan.slot(i)) = {token < 0 ? last_sampled_[-1 - token] : token, plan.positions()[at]};
     }
     return make_result(plan.step(), sample(plan), plan.header().max_logprobs);
   }
@@ -154,6 +158,7 @@ class FakeWorker {
   struct Row {
     SamplingParams sampling;
     std::vector<BlockId> table;
+    bool fits = true;
   };
 
   Slot& slot(int64_t index) { return slots_.at(static_cast<size_t>(index)); }
@@ -161,12 +166,12 @@ class FakeWorker {
   void take_in(const PlanView& plan) {
     for (const RowId row : plan.freed_rows()) rows_.erase(row);
     for (const NewRow& row : plan.new_rows()) {
-      EXPECT_FALSE(rows_.contains(row.row)) << "row " << row.row << " is new but was not freed";
-      rows_[row.row].sampling = row.sampling;
+      const bool was_freed = !rows_.contains(row.row);
+      rows_[row.row] = {.sampling = row.sampling, .table = {}, .fits = was_freed};
     }
     for (int32_t i = 0; i < plan.header().num_table_updates; ++i) {
       const TableUpdate update = plan.table_update(i);
-      std::vector<BlockId>& table = rows_.at(update.row).table;
+      std::vector<BlockId>& table = rows_[update.row].table;
       const auto index = static_cast<size_t>(update.index);
       if (index >= table.size()) table.resize(index + 1, -1);
       table[index] = update.block;
@@ -178,17 +183,22 @@ class FakeWorker {
     for (const int32_t index : plan.logits_indices()) {
       size_t sequence = 0;
       while (plan.query_start()[sequence + 1] <= index) ++sequence;
-      const Row& row = rows_.at(plan.rows()[sequence]);
+      const RowId row_id = plan.rows()[sequence];
+      const Row& row = rows_[row_id];
+      bool fits = row.fits;
       const int32_t last = plan.positions()[static_cast<size_t>(index)];
       const int32_t first = first_visible(last, window_);
       std::vector<TokenId> visible;
       for (int32_t p = first; p <= last; ++p) {
-        const BlockId block = row.table.at(static_cast<size_t>(p / block_size_));
-        const Slot& kv = slot(int64_t{block} * block_size_ + p % block_size_);
-        EXPECT_EQ(kv.position, p);
+        const auto entry = static_cast<size_t>(p / block_size_);
+        const BlockId block = entry < row.table.size() ? row.table[entry] : kNoBlock;
+        const Slot kv =
+            block == kNoBlock ? Slot() : slot(int64_t{block} * block_size_ + p % block_size_);
+        fits &= kv.position == p;
         visible.push_back(kv.token);
       }
-      sampled.push_back(sample_next(visible, first, row.sampling));
+      sampled.push_back(fits ? sample_next(visible, first, row.sampling) : Sampled());
+      last_sampled_[row_id] = std::max(sampled.back().token, 0);
     }
     return sampled;
   }
@@ -197,6 +207,7 @@ class FakeWorker {
   const int32_t window_;
   std::vector<Slot> slots_;
   std::map<RowId, Row> rows_;
+  std::map<RowId, TokenId> last_sampled_;
 };
 
 }  // namespace vllm_lite::testing

@@ -1,0 +1,136 @@
+"""Asynchronous scheduling changes when a plan leaves, never what a request gives."""
+
+from pathlib import Path
+
+import pytest
+
+from tiny_model import block_bytes
+from vllm_lite import Engine, RequestOutput, SamplingParams
+from vllm_lite.arguments import parse
+from vllm_lite.clients import deliver, make_core
+from vllm_lite.config import EngineConfig
+from vllm_lite.messages import decode_outputs
+from vllm_lite.model_config import load_model_config
+from vllm_lite.model_files import ModelFiles
+from vllm_lite.requests import make_add_request
+from vllm_lite.tokenizer import load_tokenizer
+from vllm_lite.worker.step_plan import StepPlan
+from vllm_lite.worker.worker import Worker
+
+PROMPTS = ["The quick", "def f(x):", "Größe", "東京", "lazy dog, and", "it is", "12345", "café"]
+# A pool in which about three sequences fit, so that running ones are preempted.
+SMALL_POOL = {"max_model_len": 64, "block_size": 4, "kv_cache_memory": 20 * block_bytes(4)}
+
+
+def params_of(index: int) -> SamplingParams:
+    """Requests of many kinds."""
+    options: dict[str, object] = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    options |= [
+        {"logprobs": 2},
+        {"n": 2, "temperature": 1.0, "seed": 7, "logprobs": 0},
+        {"stop": ["e", "o", "a"], "temperature": 1.0, "seed": index},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 3, "min_tokens": 5, "ignore_eos": False},
+        {"stop_token_ids": list(range(100, 200)), "min_tokens": 2},
+    ][index % 6]
+    return SamplingParams(**options)
+
+
+def generate(model: str, async_scheduling: bool) -> tuple[dict[str, RequestOutput], int]:
+    """(the last output of each request, preemptions) of 24 requests of which some are aborted."""
+    last: dict[str, RequestOutput] = {}
+    with Engine(
+        model, multiprocess=True, num_threads=1, async_scheduling=async_scheduling, **SMALL_POOL
+    ) as engine:
+        for index in range(24):
+            prompt = PROMPTS[index % len(PROMPTS)]
+            engine.add_request(str(index), prompt, params_of(index))
+            if index % 8 == 7:
+                engine.add_request(f"aborted {index}", prompt, SamplingParams(max_tokens=40))
+        aborted = False
+        while engine.has_unfinished_requests():
+            last |= {output.request_id: output for output in engine.step()}
+            if last and not aborted:
+                engine.abort_request([f"aborted {index}" for index in (7, 15, 23)])
+                aborted = True
+        stats = engine.stats()
+        assert stats.num_running == stats.num_waiting == stats.kv_used_blocks == 0
+    return {
+        name: output for name, output in last.items() if name.isdecimal()
+    }, stats.num_preemptions
+
+
+def test_tokens_and_logprobs_are_those_of_the_synchronous_engine(tiny_model: str) -> None:
+    expected, _ = generate(tiny_model, False)
+    outputs, num_preemptions = generate(tiny_model, True)
+    assert num_preemptions > 0
+    assert len(outputs) == len(expected) == 24
+    reasons = set()
+    for name, output in outputs.items():
+        for sample, wanted in zip(output.outputs, expected[name].outputs, strict=True):
+            assert (sample.token_ids, sample.text) == (wanted.token_ids, wanted.text), name
+            assert sample.finish_reason == wanted.finish_reason
+            assert sample.stop_reason == wanted.stop_reason
+            reasons.add((sample.finish_reason, type(sample.stop_reason)))
+            assert (sample.logprobs is None) == (wanted.logprobs is None)
+            for got, want in zip(sample.logprobs or [], wanted.logprobs or [], strict=True):
+                assert got.keys() == want.keys()
+                for token, logprob in got.items():
+                    # Torch may add up in another order when other rows share the step.
+                    assert logprob.logprob == pytest.approx(want[token].logprob, abs=1e-3)
+    assert reasons >= {("length", type(None)), ("stop", str), ("stop", int)}
+
+
+def test_plans_leave_with_placeholders_which_the_worker_fills_in(tiny_model: str) -> None:
+    config = EngineConfig(
+        model=tiny_model, max_model_len=64, num_threads=1, max_num_seqs=4, async_scheduling=True
+    )
+    files = ModelFiles(Path(tiny_model))
+    model_config = load_model_config(files)
+    resolved = config.resolve(model_config)
+    tokenizer = load_tokenizer(files)
+    core = make_core(config, resolved, model_config, tokenizer, 1, resolved.async_scheduling)
+    worker = Worker(config, resolved, files, model_config)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for key, prompt in enumerate(PROMPTS[:2]):
+        ids = tokenizer.encode(prompt)
+        deliver(core, make_add_request(key, ids, params, 0, "", (), 64))
+    plans: list[bytes] = []
+    num_placeholders = []
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    while core.has_work():
+        plan = core.begin_step()
+        if plan is not None:
+            plans.append(bytes(plan))
+            num_placeholders.append(StepPlan(plan).num_placeholders)
+            if len(plans) < 2:
+                continue
+        core.finish_step(worker.execute(plans.pop(0)))
+        core.check_invariants()
+        news = core.take_outputs(0)
+        assert news is not None
+        for output in decode_outputs(news).outputs:
+            tokens[output.key] += output.token_ids
+    assert num_placeholders == [0, 2, 2, 2, 2, 2]
+    with Engine(tiny_model, num_threads=1, max_model_len=64) as engine:
+        for key, prompt in enumerate(PROMPTS[:2]):
+            engine.add_request(str(key), prompt, params)
+        last: dict[str, RequestOutput] = {}
+        while engine.has_unfinished_requests():
+            last |= {output.request_id: output for output in engine.step()}
+    assert tokens == {int(name): output.outputs[0].token_ids for name, output in last.items()}
+
+
+def test_option() -> None:
+    assert parse([])[0].async_scheduling is None
+    assert parse(["--async-scheduling"])[0].async_scheduling is True
+    assert parse(["--no-async-scheduling"])[0].async_scheduling is False
+    with pytest.raises(ValueError, match="async_scheduling must be true, false or None, got 1"):
+        EngineConfig(async_scheduling=1)
+
+
+def test_is_off_on_cpu_unless_asked_for(tiny_model: str) -> None:
+    model_config = load_model_config(ModelFiles(Path(tiny_model)))
+    for given, resolved in ((None, False), (True, True), (False, False)):
+        config = EngineConfig(model=tiny_model, async_scheduling=given)
+        assert config.resolve(model_config).async_scheduling is resolved
