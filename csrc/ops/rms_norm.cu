@@ -12,6 +12,7 @@ namespace {
 using namespace device;
 
 constexpr int kMaxThreads = 1024;
+constexpr int kLongRowThreads = 512;
 constexpr int kChunksPerThread = 2;
 // Rows as short as a head share a block.
 constexpr int kHeadLanes = 16;
@@ -74,7 +75,9 @@ __device__ __forceinline__ Chunk<T> scale(const Chunk<T>& x, const Chunk<T>& wei
 // A row belongs to kLanes lanes or, where kLanes is 0, to a block. A thread holds kChunks chunks;
 // kChunks 0: a row too long for registers, which is read a second time.
 template <typename T, bool kAligned, int kLanes, int kChunks>
-__global__ void __launch_bounds__(kLanes ? kHeadThreads : kMaxThreads)
+__global__ void __launch_bounds__(kLanes    ? kHeadThreads
+                                  : kChunks ? kMaxThreads
+                                            : kLongRowThreads)
     rms_norm_kernel(const __grid_constant__ RmsNormParams p) {
   constexpr int kSize = Chunk<T>::kSize;
   const uint32_t threads = kLanes ? kLanes : blockDim.x;  // of a row
@@ -167,7 +170,7 @@ void launch(const RmsNormParams& p) {
     const uint32_t threads = static_cast<uint32_t>((chunks + kPerWarp - 1) / kPerWarp * 32);
     VL_LAUNCH((rms_norm_kernel<T, kAligned, 0, kChunksPerThread>), rows, threads, 0, p.stream, p);
   } else {
-    VL_LAUNCH((rms_norm_kernel<T, kAligned, 0, 0>), rows, kMaxThreads, 0, p.stream, p);
+    VL_LAUNCH((rms_norm_kernel<T, kAligned, 0, 0>), rows, kLongRowThreads, 0, p.stream, p);
   }
 }
 
