@@ -17,10 +17,8 @@ import torch
 from vllm_lite import ops
 
 CUDA_BACK_ENDS = ("cuda_on_host", "cuda")
-BACK_ENDS = (*ops.cpu_isas(), *CUDA_BACK_ENDS)
-PARAMS = [
-    pytest.param(name, marks=pytest.mark.cuda) if name == "cuda" else name for name in BACK_ENDS
-]
+CUDA_PARAMS = ["cuda_on_host", pytest.param("cuda", marks=pytest.mark.cuda)]
+PARAMS = [*ops.cpu_isas(), *CUDA_PARAMS]
 ON_HOST = Path(__file__).parents[3] / "build/dev/tests/cuda_on_host/_ops_cuda_on_host.so"
 
 

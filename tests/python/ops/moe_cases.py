@@ -19,7 +19,7 @@ def route_reference(
     logits: torch.Tensor, k: int, renormalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights in float64, ids); a stable sort keeps the lowest id first among equals."""
-    values, ids = logits.double().sort(-1, descending=True, stable=True)
+    values, ids = logits.double().sort(dim=-1, descending=True, stable=True)
     weights = values.softmax(-1)[:, :k]
     if renormalize:
         weights = values[:, :k].softmax(-1)
@@ -83,7 +83,7 @@ def permute_reference(
     flat = ids.reshape(-1).long()
     here = (flat >= 0) & (flat < num_experts)
     experts = torch.where(here, flat, num_experts)
-    order = experts.sort(stable=True).indices
+    order = experts.sort(dim=0, stable=True).indices
     rows = torch.empty_like(order)
     rows[order] = torch.arange(len(order))
     counts = experts.bincount(minlength=num_experts + 1)[:num_experts]

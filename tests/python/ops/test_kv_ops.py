@@ -1,21 +1,12 @@
 """Moving KV: float8 caches, the fused op against its two parts, indices out of the cache."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from ops.back_ends import CUDA_BACK_ENDS, PARAMS, use
 from ops.op_table import FLOAT_DTYPES, normal, rotary_table
 from vllm_lite import ops
 
 FLOAT8 = torch.float8_e4m3fn
-
-
-@pytest.fixture(params=[p for p in PARAMS if p not in ops.cpu_isas()])
-def cuda_back_end(request: pytest.FixtureRequest) -> Iterator[str]:
-    with use(request.param):
-        yield request.param
 
 
 def kv(dtype: torch.dtype, tokens: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,24 +54,15 @@ def test_scales_must_be_positive(scale: float, back_end: str) -> None:
         ops.store_kv(key, value, empty_cache(torch.bfloat16, 64), torch.tensor([0, 1]), 1.0, scale)
 
 
-@pytest.mark.parametrize("cache_dtype", [None, FLOAT8], ids=str)
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize(("head_size", "rotary_size"), [(64, 64), (80, 32), (50, 18)])
-def test_fused_is_bit_equal_to_rope_and_store(
-    head_size: int,
-    rotary_size: int,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype | None,
-    back_end: str,
+def check_fused(
+    head_size: int, rotary_size: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> None:
-    if cache_dtype is not None and back_end not in CUDA_BACK_ENDS:
-        pytest.skip("CPU has no float8 cache")
     key, value = kv(dtype, 30, head_size)
     query = torch.cat([key + 1, value], 1)
     table, positions = rotary_table(64, rotary_size), torch.arange(30, dtype=torch.int32) * 2
     slots = torch.randperm(40)[:30]
     slots[4], slots[29] = -1, -(2**40)
-    caches = [empty_cache(cache_dtype or dtype, head_size) for _ in range(2)]
+    caches = [empty_cache(cache_dtype, head_size) for _ in range(2)]
     apart, fused = query.clone(), query.clone()
     rotated = key.clone()
     ops.rope(apart, rotated, positions, table)
@@ -88,6 +70,25 @@ def test_fused_is_bit_equal_to_rope_and_store(
     ops.rope_store_kv(fused, key, value, positions, table, caches[1], slots, 0.25, 0.7)
     assert torch.equal(apart, fused)
     assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
+
+
+HEADS = pytest.mark.parametrize(("head_size", "rotary_size"), [(64, 64), (80, 32), (50, 18)])
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@HEADS
+def test_fused_is_bit_equal_to_rope_and_store(
+    head_size: int, rotary_size: int, dtype: torch.dtype, back_end: str
+) -> None:
+    check_fused(head_size, rotary_size, dtype, dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@HEADS
+def test_fused_is_bit_equal_to_rope_and_store_in_a_float8_cache(
+    head_size: int, rotary_size: int, dtype: torch.dtype, cuda_back_end: str
+) -> None:
+    check_fused(head_size, rotary_size, dtype, FLOAT8)
 
 
 @pytest.mark.parametrize("slot", [40, 2**31, 2**32, 2**40, -(2**40)])
