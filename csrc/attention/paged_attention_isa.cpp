@@ -383,6 +383,8 @@ void attend_item(const AttentionCall& call) {
       return attend<BFloat16>(call);
     case DType::kFloat16:
       return attend<Float16>(call);
+    case DType::kFloat8E4M3:  // bindings/ refuses it
+      break;
   }
 }
 
@@ -394,6 +396,8 @@ void merge_item(const AttentionCall& call) {
       return merge_ranges<BFloat16>(call);
     case DType::kFloat16:
       return merge_ranges<Float16>(call);
+    case DType::kFloat8E4M3:  // bindings/ refuses it
+      break;
   }
 }
 

@@ -48,35 +48,6 @@ void rms_norm(Tensor out, Tensor input, Tensor weight, double epsilon, OptionalT
   kKernel(params);
 }
 
-template <void (*kKernel)(const RopeParams&)>
-void rope(Tensor query, Tensor key, Tensor positions, Tensor cos_sin, int64_t stream) {
-  constexpr const char* kOp = "rope";
-  check_heads(query, kOp, "query");
-  check_heads(key, kOp, "key");
-  check(query.scalar_type() == key.scalar_type() && query.size(2) == key.size(2) &&
-            query.size(0) == key.size(0) && positions.numel() == query.size(0),
-        kOp, "query, key and positions differ in dtype, head_size or num_tokens");
-  check(cos_sin.dim() == 2 && cos_sin.size(1) % 2 == 0 && cos_sin.size(1) <= query.size(2), kOp,
-        "cos_sin must be [max_position, rotary_size], rotary_size even and at most head_size");
-  check_same_device(kOp, query, key, positions, cos_sin);
-  RopeParams params{};
-  params.query = query.mutable_data_ptr();
-  params.key = key.mutable_data_ptr();
-  params.positions = int32_data(positions, kOp, "positions");
-  params.cos_sin = float_data(cos_sin, kOp, "cos_sin");
-  params.query_token_stride = query.stride(0);
-  params.key_token_stride = key.stride(0);
-  params.max_position = cos_sin.size(0);
-  params.num_tokens = static_cast<int32_t>(query.size(0));
-  params.num_heads = static_cast<int32_t>(query.size(1));
-  params.num_kv_heads = static_cast<int32_t>(key.size(1));
-  params.head_size = static_cast<int32_t>(query.size(2));
-  params.rotary_size = static_cast<int32_t>(cos_sin.size(1));
-  params.dtype = float_dtype(query, kOp);
-  params.stream = stream;
-  kKernel(params);
-}
-
 template <void (*kKernel)(const SiluMulParams&)>
 void silu_mul(Tensor out, Tensor gate_up, int64_t stream) {
   constexpr const char* kOp = "silu_mul";
@@ -127,8 +98,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(VL_OPS, m) {
   m.def(
       "rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon, Tensor(b!)? residual, "
       "int stream) -> ()");
-  m.def(
-      "rope(Tensor(a!) query, Tensor(b!) key, Tensor positions, Tensor cos_sin, int stream) -> ()");
   m.def("silu_mul(Tensor(a!) out, Tensor gate_up, int stream) -> ()");
   m.def(
       "embedding(Tensor(a!) out, Tensor table, Tensor token_ids, Tensor? last_tokens, int stream) "
@@ -137,7 +106,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(VL_OPS, m) {
 
 #define VL_LAYER_OPS(back_end)                                   \
   m.impl("rms_norm", TORCH_BOX(&rms_norm<rms_norm_##back_end>)); \
-  m.impl("rope", TORCH_BOX(&rope<rope_##back_end>));             \
   m.impl("silu_mul", TORCH_BOX(&silu_mul<silu_mul_##back_end>)); \
   m.impl("embedding", TORCH_BOX(&embedding<embedding_##back_end>));
 VL_IMPLEMENT_OPS(VL_LAYER_OPS)

@@ -6,6 +6,8 @@
 namespace vllm_lite {
 
 void store_kv_cpu(const StoreKvParams& params) {
+  VL_CHECK(params.cache_dtype == params.dtype,
+           "store_kv: a float8 KV cache needs CUDA; on CPU it must have the model's dtype");
   // Before the first store, so that a bad mapping changes nothing.
   const int64_t num_slots = params.num_blocks * params.block_size;
   for (int32_t token = 0; token < params.num_tokens; ++token) {

@@ -2,6 +2,7 @@
 
 #include "core/check.h"
 #include "ops/ops.h"
+#include "ops/rope_store_kv.h"
 
 namespace vllm_lite {
 
@@ -13,6 +14,11 @@ void rope_cpu(const RopeParams& params) {
                  ", but cos_sin holds positions 0 to " + std::to_string(params.max_position - 1));
   }
   VL_DISPATCH_ISA(rope, params)
+}
+
+void rope_store_kv_cpu(const RopeStoreKvParams& params) {
+  rope_cpu(params.rope);
+  store_kv_cpu(params.store);
 }
 
 }  // namespace vllm_lite

@@ -2,9 +2,10 @@
 
 CPU and CUDA are one contract: the same arguments, the same results within rounding. Shapes are in
 the docstrings; the kernels' own notes are in ``csrc/attention/params.h``,
-``csrc/cache/store_kv.h`` and ``csrc/ops/ops.h``. All functions write into tensors that the caller
-gives; none allocates. A shape, dtype or device that an op does not support, or an index that leads
-out of a tensor, raises ``RuntimeError`` naming it.
+``csrc/cache/store_kv.h``, ``csrc/ops/ops.h`` and ``csrc/ops/moe.h``. All functions write into
+tensors that the caller gives; none allocates. A shape, dtype or device that an op does not support
+raises ``RuntimeError`` naming it; so does, on CPU, an index that leads out of a tensor. On CUDA,
+where the kernel alone sees the indices, such an index is never followed.
 """
 
 from importlib.util import find_spec
@@ -58,13 +59,21 @@ def paged_attention(
 
 
 def store_kv(
-    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Stores ``[num_tokens, num_kv_heads, head_size]`` keys and values into their slots.
 
-    slot_mapping: int64 ``[num_tokens]``, block * block_size + offset; negative: not stored.
+    slot_mapping: int64 ``[num_tokens]``, block * block_size + offset; negative: not stored. On CUDA
+    nor is what lies beyond the cache.
+    kv_cache: the model's dtype or, on CUDA, float8_e4m3fn, which holds ``key / k_scale`` and
+    ``value / v_scale``, at most 448.
     """
-    _ops.store_kv(key, value, kv_cache, slot_mapping, _stream(key))
+    _ops.store_kv(key, value, kv_cache, slot_mapping, k_scale, v_scale, _stream(key))
 
 
 def copy_blocks(kv_arena: torch.Tensor, block_pairs: torch.Tensor) -> None:
@@ -74,6 +83,19 @@ def copy_blocks(kv_arena: torch.Tensor, block_pairs: torch.Tensor) -> None:
     block_pairs: int32 ``[num_pairs, 2]``, (source, destination).
     """
     _ops.copy_blocks(kv_arena, block_pairs, _stream(kv_arena))
+
+
+def swap_blocks(
+    from_arena: torch.Tensor, to_arena: torch.Tensor, block_pairs: torch.Tensor
+) -> None:
+    """Copies whole blocks in every layer from one arena to another, in stream order.
+
+    from_arena, to_arena: as in ``copy_blocks``, alike but in num_blocks; on CUDA each on the device
+    or in pinned host memory, which must stay as it is until the stream has come this far;
+    block_pairs: int32 ``[num_pairs, 2]``, (source, destination), on the CPU.
+    """
+    on_device = from_arena if from_arena.is_cuda else to_arena
+    _ops.swap_blocks(from_arena, to_arena, block_pairs, _stream(on_device))
 
 
 def rms_norm(
@@ -96,9 +118,32 @@ def rope(
     """Rotates query and key in place.
 
     query: ``[num_tokens, num_heads, head_size]``; key: ``[num_tokens, num_kv_heads, head_size]``;
-    positions: int32 ``[num_tokens]``; cos_sin: float32 ``[max_position, rotary_size]``.
+    positions: int32 ``[num_tokens]``; cos_sin: float32 ``[max_position, rotary_size]``. On CUDA a
+    position outside the table gives NaN.
     """
     _ops.rope(query, key, positions, cos_sin, _stream(query))
+
+
+def rope_store_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """``rope`` and ``store_kv`` of the rotated keys in one; what ``key`` holds afterwards is open.
+
+    On CUDA it saves a launch per layer, which is what a small decode step is made of, and the way
+    of the keys to memory and back.
+    """
+    _ops.rope_store_kv(
+        query, key, value, positions, cos_sin, kv_cache, slot_mapping, k_scale, v_scale,
+        _stream(query),
+    )  # fmt: skip
 
 
 def silu_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:
@@ -123,6 +168,49 @@ def embedding(
     token_ids: int32 ``[num_tokens]``; last_tokens: int32 ``[max_rows]``.
     """
     _ops.embedding(out, table, token_ids, last_tokens, _stream(out))
+
+
+def route_experts(
+    weights: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, renormalize: bool
+) -> None:
+    """Chooses each token's k experts, largest logit first, the lowest id among equals.
+
+    logits: ``[num_tokens, num_experts]``, up to 512 experts; weights: float32 ``[num_tokens, k]``,
+    the softmax over all experts or (renormalize) over the chosen; ids: int32 ``[num_tokens, k]``,
+    k up to 16.
+    """
+    _ops.route_experts(weights, ids, logits, renormalize, _stream(logits))
+
+
+def permute_tokens(
+    ids: torch.Tensor, order: torch.Tensor, rows: torch.Tensor, expert_start: torch.Tensor
+) -> None:
+    """Sorts the pairs (token, choice), numbered token * k + choice, by expert; stable.
+
+    ids: int32 ``[num_tokens, k]``; order: int32 ``[num_tokens * k]``, row to pair; rows: int32
+    ``[num_tokens * k]``, pair to row; expert_start: int32 ``[num_experts + 1]``, where each
+    expert's rows begin. Pairs with an id outside the experts come last and have row -1.
+    """
+    _ops.permute_tokens(ids, order, rows, expert_start, _stream(ids))
+
+
+def gather_rows(out: torch.Tensor, input: torch.Tensor, order: torch.Tensor, k: int) -> None:
+    """``out[row] = input[order[row] // k]``: tokens as the experts' rows.
+
+    out: ``[num_rows, size]``; input: ``[num_tokens, size]``; order: int32 ``[num_rows]``.
+    """
+    _ops.gather_rows(out, input, order, k, _stream(out))
+
+
+def combine_experts(
+    out: torch.Tensor, expert_rows: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor
+) -> None:
+    """``out[token] = sum of weights[token, c] * expert_rows[rows[token, c]]``, c in order, float32.
+
+    out: ``[num_tokens, size]``; expert_rows: ``[num_rows, size]``; rows: int32 and weights: float32
+    ``[num_tokens, k]``. A negative row adds nothing.
+    """
+    _ops.combine_experts(out, expert_rows, rows, weights, _stream(out))
 
 
 def dequantize(out: torch.Tensor, blocks: torch.Tensor, ggml_type: int) -> None:

@@ -72,8 +72,10 @@ class Attention:
             query_norm, key_norm = self._head_norms
             query_norm(query, query)
             key_norm(key, key)
-        ops.rope(query, key, batch.positions, self._cos_sin)
-        ops.store_kv(key, buffers.value, kv_cache, batch.slot_mapping)
+        ops.rope_store_kv(
+            query, key, buffers.value, batch.positions, self._cos_sin, kv_cache,
+            batch.slot_mapping,
+        )  # fmt: skip
         plan = batch.attention_plan
         ops.paged_attention(
             buffers.attended_heads, query, kv_cache, batch.block_tables, batch.rows,

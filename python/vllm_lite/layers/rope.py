@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of cosines and sines that ``ops.rope`` reads."""
+"""Rotary position embedding: the table of cosines and sines that the rope ops read."""
 
 import math
 

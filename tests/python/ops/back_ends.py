@@ -17,11 +17,13 @@ import torch
 from vllm_lite import ops
 
 CUDA_BACK_ENDS = ("cuda_on_host", "cuda")
-BACK_ENDS = (*ops.cpu_isas(), *CUDA_BACK_ENDS)
-PARAMS = [
-    pytest.param(name, marks=pytest.mark.cuda) if name == "cuda" else name for name in BACK_ENDS
-]
+CUDA_PARAMS = ["cuda_on_host", pytest.param("cuda", marks=pytest.mark.cuda)]
+PARAMS = [*ops.cpu_isas(), *CUDA_PARAMS]
 ON_HOST = Path(__file__).parents[3] / "build/dev/tests/cuda_on_host/_ops_cuda_on_host.so"
+
+
+# Arguments that stay on the CPU.
+HOST_ARGUMENTS = {"swap_blocks": (2,)}
 
 
 class DeviceOps:
@@ -49,7 +51,11 @@ class DeviceOps:
 
             # The stream is the last argument of every op that runs on a device.
             stream = torch.cuda.current_stream().cuda_stream
-            result = op(*(to_device(arg) for arg in args[:-1]), stream)
+            stay = HOST_ARGUMENTS.get(name, ())
+            on_device = [
+                arg if index in stay else to_device(arg) for index, arg in enumerate(args[:-1])
+            ]
+            result = op(*on_device, stream)
             for host, device in storages.values():
                 host.copy_(device)
             return result

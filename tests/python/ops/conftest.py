@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ops.back_ends import PARAMS, use
+from ops.back_ends import CUDA_PARAMS, PARAMS, use
 from vllm_lite import ops
 
 
@@ -18,5 +18,12 @@ def back_end(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture(params=ops.cpu_isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test on each instruction set of this processor."""
+    with use(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=CUDA_PARAMS)
+def cuda_back_end(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test wherever CUDA kernels run."""
     with use(request.param):
         yield request.param

@@ -1,4 +1,4 @@
-"""The op table: every (op, case, dtype) with a float64 reference, run on each instruction set.
+"""The op table: every (op, case, dtype) with a float64 reference, run on each back end.
 
 A case makes its inputs from a seed, runs the op and computes the same in float64. Cases of the
 small ops are here; a larger op keeps its own in ``<op>_cases.py`` beside this file, with a list
@@ -25,6 +25,7 @@ RELATIVE_TOLERANCE = {
     torch.bfloat16: 2**-8 * 1.01,
     torch.float16: 2**-11 * 1.01,
 }
+EXACT_DTYPES = (torch.int32, torch.int64, torch.uint8)
 # Near zero: subnormals of float16, cancellation in float32.
 ABSOLUTE_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6}
 
@@ -50,7 +51,7 @@ class OpCase:
         return f"{self.op}-{self.name}-{str(self.dtype).removeprefix('torch.')}"
 
     def result(self) -> Result:
-        # The same inputs on every instruction set.
+        # The same inputs on every back end.
         generator = torch.Generator().manual_seed(zlib.crc32(self.id.encode()))
         return self.run(generator, self.dtype)
 
@@ -60,7 +61,7 @@ def assert_matches(result: Result) -> None:
     for name, actual in result.actual.items():
         expected = result.expected[name]
         assert actual.shape == expected.shape, name
-        if result.exact:
+        if result.exact or actual.dtype in EXACT_DTYPES:
             assert torch.equal(actual, expected.to(actual.dtype)), name
             continue
         torch.testing.assert_close(
@@ -75,6 +76,13 @@ def assert_matches(result: Result) -> None:
 
 def normal(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values at addresses that are no multiple of 16 bytes."""
+    wide = torch.full((tensor.numel() + 1,), float("nan"), dtype=tensor.dtype)
+    wide[1:] = tensor.reshape(-1)
+    return wide[1:].view(tensor.shape)
 
 
 # ---- rms_norm
@@ -93,10 +101,12 @@ def rms_norm_reference(
 
 
 def rms_norm_case(
-    tokens: int, size: int, with_residual: bool, scale: float = 1.0
+    tokens: int, size: int, with_residual: bool, scale: float = 1.0, unaligned: bool = False
 ) -> Callable[..., Result]:
     def run(generator: torch.Generator, dtype: torch.dtype) -> Result:
         x = (normal(generator, torch.float32, tokens, size) * scale).to(dtype)
+        if unaligned:
+            x = shifted(x)
         weight = normal(generator, dtype, size)
         residual = normal(generator, dtype, tokens, size) if with_residual else None
         expected, new_residual = rms_norm_reference(x, weight, 1e-5, residual)
@@ -147,6 +157,12 @@ RMS_NORM = {
     "tiny_values": rms_norm_case(2, 256, False, 1e-4),
     "large_values": rms_norm_case(2, 256, False, 200.0),
     "long_rows": rms_norm_case(2, 16384, False),
+    "long_rows_residual": rms_norm_case(2, 16384, True),
+    "longer_than_registers": rms_norm_case(2, 33000, True),
+    "longer_than_registers_odd": rms_norm_case(1, 32771, False),
+    "unaligned": rms_norm_case(3, 4096, True, unaligned=True),
+    "many_short_rows": rms_norm_case(300, 64, True),
+    "rows_of_one_warp": rms_norm_case(5, 264, True),
     "heads_in_qkv": rms_norm_heads_in_place(4, 2, 128),
     "odd_heads_in_qkv": rms_norm_heads_in_place(3, 1, 20),
 }
@@ -172,12 +188,19 @@ def rope_reference(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
 
 
 def rope_case(
-    tokens: int, heads: int, kv_heads: int, head_size: int, rotary_size: int
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    rotary_size: int,
+    unaligned: bool = False,
 ) -> Callable[..., Result]:
     """query and key are views into a fused qkv row; v must stay as it is."""
 
     def run(generator: torch.Generator, dtype: torch.dtype) -> Result:
         qkv = normal(generator, dtype, tokens, heads + 2 * kv_heads, head_size)
+        if unaligned:
+            qkv = shifted(qkv)
         table = rotary_table(512, rotary_size)
         positions = torch.randint(0, 512, (tokens,), generator=generator, dtype=torch.int32)
         positions[0], positions[-1] = 0, 511
@@ -196,14 +219,20 @@ ROPE = {
     "one_token": rope_case(1, 4, 4, 128, 128),
     "partial_rotary": rope_case(4, 4, 1, 80, 32),
     "odd_half": rope_case(4, 2, 2, 80, 54),
+    "unaligned": rope_case(3, 4, 2, 64, 64, unaligned=True),
+    "more_heads_than_threads": rope_case(2, 96, 8, 128, 128),
 }
 
 # ---- silu_mul
 
 
-def silu_mul_case(tokens: int, size: int, scale: float = 1.0) -> Callable[..., Result]:
+def silu_mul_case(
+    tokens: int, size: int, scale: float = 1.0, unaligned: bool = False
+) -> Callable[..., Result]:
     def run(generator: torch.Generator, dtype: torch.dtype) -> Result:
         gate_up = (normal(generator, torch.float32, tokens, 2 * size) * scale).to(dtype)
+        if unaligned:
+            gate_up = shifted(gate_up)
         gate, up = gate_up[:, :size].double(), gate_up[:, size:].double()
         out = torch.empty(tokens, size, dtype=dtype)
         ops.silu_mul(out, gate_up)
@@ -218,6 +247,8 @@ SILU_MUL = {
     "odd_size": silu_mul_case(3, 101),
     "below_vector": silu_mul_case(2, 1),
     "saturating": silu_mul_case(3, 128, 60.0),
+    "long_rows": silu_mul_case(2, 16384),
+    "unaligned": silu_mul_case(5, 136, unaligned=True),
 }
 
 # ---- dequantize
