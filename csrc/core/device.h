@@ -243,6 +243,63 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// ---- barriers of a part of the block
+
+// Barrier `id` (1 to 15) of `threads` threads in all, whole warps.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// Counts for the barrier without waiting at it.
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- mbarriers and bulk copies (sm_90; a kernel that reaches them on an older device traps)
+//
+// An mbarrier is a uint64_t in shared memory. A phase ends when all arrivals are there and all
+// bytes that they expect have been copied; then the next one begins. The first has parity 0.
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define VL_SM90_ASM(...) asm volatile(__VA_ARGS__)
+#else
+#define VL_SM90_ASM(...) __trap()
+#endif
+
+// By one thread; the others may use it after a barrier.
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
+  VL_SM90_ASM("mbarrier.init.shared::cta.b64 [%0], %1;\n\tfence.proxy.async.shared::cta;" ::"r"(
+                  shared_address(barrier)),
+              "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+  VL_SM90_ASM("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Arrives, and makes the phase wait for `bytes` more bytes.
+__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
+  VL_SM90_ASM(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes) : "memory");
+}
+// Whether the phase of this parity has ended; waits a while for it.
+__device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t ended = 0;
+  VL_SM90_ASM(
+      "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+      "selp.b32 %0, 1, 0, p;\n\t}" : "=r"(ended) : "r"(shared_address(barrier)),
+      "r"(parity) : "memory");
+  return ended != 0;
+}
+// From global to shared memory, by one thread: a multiple of 16 bytes, both sides 16-byte aligned.
+// Counts for the mbarrier's expected bytes when it is done.
+__device__ __forceinline__ void copy_bulk_async(void* to_shared, const void* from, uint32_t bytes,
+                                                uint64_t* barrier) {
+  VL_SM90_ASM(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to_shared)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+#undef VL_SM90_ASM
+
 }  // namespace device
 }  // namespace vllm_lite
 

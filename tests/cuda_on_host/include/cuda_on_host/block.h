@@ -1,0 +1,186 @@
+// One block of threads in execution, and the scheduler of its threads.
+//
+// A block runs on one OS thread. Its CUDA threads are fibers that hand over to each other only
+// where they have to wait: at a warp collective, a barrier or an mbarrier. Every thread is in
+// exactly one state; the ready ones are the set bits of Warp::ready, and a warp's bit in
+// Block::ready_warps says whether it has any.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda_on_host/fiber.h"
+#include "cuda_on_host/language.h"
+
+namespace cuda_on_host {
+
+inline constexpr int kWarpSize = 32;
+inline constexpr int kMaxThreads = 1024;
+inline constexpr int kNumBarriers = 16;
+inline constexpr uint32_t kStaticSharedBytes = 48 << 10;
+
+struct Warp;
+
+// A kind of warp collective. Lanes meet only in the same kind and under the same mask.
+struct Collective {
+  const char* name;
+  // Called by the last lane; `lanes` are those that take part. Each lane's operands are at
+  // warp.threads[lane]->operands.
+  void (*complete)(Warp& warp, uint32_t lanes);
+  bool orders_memory = false;  // for ThreadSanitizer: only __syncwarp does
+};
+
+// cp.async: copies happen when they are waited for, so that a missing wait shows.
+struct PendingCopy {
+  void* to;
+  const void* from;  // null: zeros
+};
+struct CopyQueue {
+  std::vector<PendingCopy> copies;  // oldest first
+  std::vector<size_t> group_ends;   // of the committed groups
+};
+
+struct Thread {
+  Fiber fiber;
+  uint3 index{};
+  uint32_t lane = 0, warp = 0;
+  bool done = false;
+  const char* waits_at = nullptr;  // what it waits at; null if it is ready
+  void* operands = nullptr;        // of the collective it waits at, on its own stack
+  CopyQueue copies;
+};
+
+struct Warp {
+  // Lanes that have arrived at a collective and wait for the others that its mask names.
+  struct Meeting {
+    const Collective* collective = nullptr;  // null: the slot is free
+    uint32_t mask = 0, arrived = 0;
+    char* order = nullptr;
+  };
+
+  Thread* threads[kWarpSize] = {};
+  uint32_t members = 0;  // lanes that exist
+  uint32_t ready = 0, exited = 0;
+  Meeting meetings[kWarpSize];
+  long slots_used = 0;  // no slot from here on was ever taken
+  // Tokens of happens-before, one for each of the latest collectives: with a single one, a lane
+  // that wakes up late would also be ordered after what the others did since.
+  uint32_t num_meetings = 0;
+  char order[8];
+};
+
+// Barrier 0 is __syncthreads.
+struct Barrier {
+  uint32_t expected = 0, arrived = 0;
+  uint32_t waiting[kMaxThreads / kWarpSize] = {};
+  uint32_t phase = 0;
+  uint32_t true_predicates[2] = {};  // by phase: late wakers still read the last one
+  char order[2];
+};
+
+// sm_90's barrier object in shared memory: a phase ends when all arrivals are there and all
+// expected bytes have been copied.
+struct MBarrier {
+  uint64_t* object = nullptr;
+  uint32_t arrivals = 0, missing = 0;
+  int64_t expected_bytes = 0, pending_bytes = 0;
+  struct BulkCopy {
+    void* to;
+    const void* from;
+    uint32_t bytes;
+  };
+  std::vector<BulkCopy> copies;
+  std::vector<Thread*> waiting;
+  uint32_t phase = 0;
+  char order[2];
+};
+
+// Shared memory: the static variables, then the dynamic part, with poisoned gaps around each.
+struct SharedMemory {
+  struct Variable {
+    const void* key;
+    std::byte* address;
+  };
+  std::byte* memory = nullptr;
+  size_t size = 0;
+  std::byte* dynamic = nullptr;
+  uint32_t dynamic_bytes = 0;
+  size_t next_static = 0;     // offset of the next variable
+  uint32_t static_bytes = 0;  // of all variables, without the gaps
+  uint32_t limit = 0;         // static and dynamic
+  std::vector<Variable> variables;
+
+  SharedMemory(uint32_t dynamic_size, uint32_t total_limit);
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+  void reset();  // everything NaN, no static variables
+};
+
+struct Block {
+  // What all threads run.
+  const std::function<void()>& kernel;
+  dim3 grid, dim;
+  uint3 index{};
+
+  uint32_t num_threads, num_warps;
+  std::byte* stacks;
+  std::unique_ptr<Thread[]> threads;
+  std::unique_ptr<Warp[]> warps;
+  Barrier barriers[kNumBarriers];
+  std::deque<MBarrier> mbarriers;  // a deque: their addresses are tokens
+  SharedMemory shared;
+
+  Fiber os_thread;
+  uint32_t live = 0;
+  uint32_t ready_warps = 0, current_warp = 0;
+  uint64_t random_state = 0;
+  uint32_t polls = 0;
+  std::exception_ptr error;
+  char fence_order = 0;
+
+  uint64_t num_switches = 0, num_collectives = 0, num_barriers = 0;
+  uint64_t num_matrix_loads = 0, num_bank_conflicts = 0;
+
+  Block(const std::function<void()>& kernel_, dim3 grid_, dim3 dim_, uint32_t dynamic_shared_bytes,
+        uint32_t shared_limit);
+  ~Block();
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  // Runs all threads to their end; throws what one of them threw.
+  void run(uint3 block_index, uint64_t seed);
+};
+
+// The running CUDA thread; null outside of kernels.
+struct Current {
+  Block* block;
+  Thread* thread;
+};
+extern constinit thread_local Current current;
+
+// Throws KernelError with the running block and thread, or those given.
+[[noreturn]] void fail(const std::string& what);
+[[noreturn]] void fail(const std::string& what, const Thread& thread);
+
+// The running thread waits (at something that has a name) until make_ready is called for it.
+void wait_at(const char* what);
+void make_ready(Thread& thread);
+// Lets other threads run: always under a seed, else now and then, so that a loop that polls ends.
+void scheduling_point();
+
+// The running lane arrives; returns when all lanes of `mask` that still run have.
+void meet(const Collective& collective, uint32_t mask, void* operands);
+
+}  // namespace cuda_on_host
+
+#define threadIdx (::cuda_on_host::current.thread->index)
+#define blockIdx (::cuda_on_host::current.block->index)
+#define blockDim (::cuda_on_host::current.block->dim)
+#define gridDim (::cuda_on_host::current.block->grid)
+#define warpSize (::cuda_on_host::kWarpSize)

@@ -1,0 +1,162 @@
+#include "cuda_on_host/launch.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda_on_host/block.h"
+#include "cuda_on_host/options.h"
+#include "sanitizers.h"
+
+namespace cuda_on_host {
+namespace {
+
+std::mutex mutex;  // of what follows
+std::map<const void*, int> allowed_dynamic_shared;
+Counters totals;
+
+uint64_t from_environment(const char* name, uint64_t otherwise) {
+  const char* value = std::getenv(name);
+  return value == nullptr || *value == '\0' ? otherwise : std::strtoull(value, nullptr, 10);
+}
+
+Options initial_options() {
+  Options initial;
+  initial.seed = from_environment("CUDA_ON_HOST_SEED", initial.seed);
+  initial.compute_capability = static_cast<int>(
+      from_environment("CUDA_ON_HOST_COMPUTE_CAPABILITY", initial.compute_capability));
+  return initial;
+}
+
+uint32_t shared_limit(const void* kernel) {
+  const std::lock_guard lock(mutex);
+  const auto found = allowed_dynamic_shared.find(kernel);
+  // The permission is for the dynamic part; static variables come on top.
+  const int allowed = found == allowed_dynamic_shared.end() ? 0 : found->second;
+  return static_cast<uint32_t>(std::max(allowed, kDefaultSharedBytes));
+}
+
+void check_launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes, uint32_t limit) {
+  const auto refuse = [](const std::string& what) { throw LaunchError("invalid launch: " + what); };
+  const uint64_t threads = static_cast<uint64_t>(block.x) * block.y * block.z;
+  if (threads == 0 || threads > kMaxThreads || block.z > 64) {
+    refuse("a block of " + std::to_string(block.x) + " x " + std::to_string(block.y) + " x " +
+           std::to_string(block.z) + " threads");
+  }
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7fffffffu || grid.y > 0xffffu ||
+      grid.z > 0xffffu) {
+    refuse("a grid of " + std::to_string(grid.x) + " x " + std::to_string(grid.y) + " x " +
+           std::to_string(grid.z) + " blocks");
+  }
+  if (dynamic_shared_bytes > limit) {
+    refuse(std::to_string(dynamic_shared_bytes) + " bytes of dynamic shared memory; " +
+           std::to_string(limit) + " are allowed (allow_dynamic_shared)");
+  }
+}
+
+// In order, or as the seed shuffles them.
+std::vector<uint64_t> block_order(uint64_t num_blocks) {
+  std::vector<uint64_t> order(num_blocks);
+  std::iota(order.begin(), order.end(), uint64_t{0});
+  if (options().seed != 0) {
+    std::mt19937_64 random(options().seed);
+    std::shuffle(order.begin(), order.end(), random);
+  }
+  return order;
+}
+
+int num_workers(uint64_t num_blocks) {
+  int workers = options().workers;
+  if (workers <= 0) workers = static_cast<int>(std::thread::hardware_concurrency());
+  // Two at least: ThreadSanitizer takes what runs on one OS thread for ordered.
+  if (kThreadSanitizer) workers = std::max(workers, 2);
+  return static_cast<int>(
+      std::min<uint64_t>(static_cast<uint64_t>(std::max(workers, 1)), num_blocks));
+}
+
+void count(const Block& block, uint64_t blocks_run) {
+  const std::lock_guard lock(mutex);
+  totals.threads += blocks_run * block.num_threads;
+  totals.switches += block.num_switches;
+  totals.collectives += block.num_collectives;
+  totals.barriers += block.num_barriers;
+  totals.matrix_loads += block.num_matrix_loads;
+  totals.bank_conflicts += block.num_bank_conflicts;
+}
+
+}  // namespace
+
+Options& options() {
+  static Options current_options = initial_options();
+  return current_options;
+}
+
+Counters counters() {
+  const std::lock_guard lock(mutex);
+  return totals;
+}
+
+void allow_dynamic_shared(const void* kernel, int bytes) {
+  if (bytes > options().max_dynamic_shared_bytes) {
+    throw LaunchError(std::to_string(bytes) + " bytes of dynamic shared memory: a block may use " +
+                      std::to_string(options().max_dynamic_shared_bytes));
+  }
+  const std::lock_guard lock(mutex);
+  allowed_dynamic_shared[kernel] = bytes;
+}
+
+int blocks_per_multiprocessor(int threads, int dynamic_shared_bytes) {
+  // Of sm_80 and sm_90; registers, which the host cannot know, may allow fewer.
+  constexpr int kThreads = 2048, kBlocks = 32, kReservedSharedBytes = 1 << 10;
+  const int shared = options().max_dynamic_shared_bytes + kReservedSharedBytes;
+  return std::min(
+      {kBlocks, kThreads / threads, shared / (dynamic_shared_bytes + kReservedSharedBytes)});
+}
+
+void launch_blocks(const void* kernel, dim3 grid, dim3 block_dim, size_t dynamic_shared_bytes,
+                   const std::function<void()>& thread_body) {
+  const uint32_t limit = shared_limit(kernel);
+  check_launch(grid, block_dim, dynamic_shared_bytes, limit);
+  const uint64_t num_blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
+  const std::vector<uint64_t> order = block_order(num_blocks);
+  const auto workers = static_cast<uint64_t>(num_workers(num_blocks));
+
+  std::atomic<uint64_t> next{0};
+  std::mutex error_mutex;
+  std::exception_ptr error;
+  const auto work = [&](uint64_t worker) {
+    uint64_t blocks_run = 0;
+    try {
+      Block block(thread_body, grid, block_dim, static_cast<uint32_t>(dynamic_shared_bytes), limit);
+      // ThreadSanitizer is to see neighbours on different OS threads, every time.
+      for (uint64_t i = kThreadSanitizer ? worker : next++; i < num_blocks;
+           i = kThreadSanitizer ? i + workers : next++) {
+        const uint64_t k = order[i];
+        block.run({static_cast<unsigned>(k % grid.x), static_cast<unsigned>(k / grid.x % grid.y),
+                   static_cast<unsigned>(k / grid.x / grid.y)},
+                  options().seed + k);
+        ++blocks_run;
+      }
+      count(block, blocks_run);
+    } catch (...) {
+      next = num_blocks;
+      const std::lock_guard lock(error_mutex);
+      if (!error) error = std::current_exception();
+    }
+  };
+  std::vector<std::thread> threads;
+  for (uint64_t i = 1; i < workers; ++i) threads.emplace_back(work, i);
+  work(0);
+  for (std::thread& thread : threads) thread.join();
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace cuda_on_host
