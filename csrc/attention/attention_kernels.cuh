@@ -86,7 +86,7 @@ struct WarpItem {
     if (view.item.partial >= 0) {
       write_partial(range);
     } else {
-      rows.merge_total(!has_total);
+      if (has_total) rows.merge_total();
       has_total = true;
       if (is_last) {
         write_out();
@@ -106,7 +106,6 @@ struct WarpItem {
         }
       }
     } else if (item_span.begin >= item_span.end) {
-      rows.merge_total(true);
       write_out();
     }
   }
@@ -119,7 +118,7 @@ struct WarpItem {
       if (row >= view.row_end()) continue;
       T* out = static_cast<T*>(args.params.out) +
                view.element(args, row, args.params.out_token_stride);
-      const float factor = inverse(rows.total_weight[h], args.value_factor);
+      const float factor = inverse(rows.weight[h], args.value_factor);
 #pragma unroll
       for (int p = 0; p < Rows::kBlocks; ++p) {
         const float2 x = rows.value_pair(p, h);
@@ -250,7 +249,8 @@ constexpr int kPrefillWarps = kHeadSize <= 128 ? 8 : 4;
 template <typename T, typename Kv, int kHeadSize>
 constexpr int prefill_shared_bytes(int ring_slots) {
   return ring_slots * TileLayout<Kv, kHeadSize>::kBytes +
-         kPrefillWarps<kHeadSize> * WarpRows<T, Kv, kHeadSize, true>::kSharedBytes;
+         kPrefillWarps<kHeadSize> * WarpRows<T, Kv, kHeadSize, true>::kSharedBytes +
+         static_cast<int>(sizeof(int));
 }
 
 template <typename T, typename Kv, int kHeadSize, bool kPlain>
@@ -260,13 +260,16 @@ __global__ void __launch_bounds__(32 * kPrefillWarps<kHeadSize>)
   constexpr int kWarps = kPrefillWarps<kHeadSize>;
   constexpr int kWarpKeys = kTileTokens / kWarps;  // keys that a warp copies of a tile
   VL_DYNAMIC_SHARED(unsigned char, shared);
-  VL_SHARED(int, found_none, [1]);
   const auto* const cache = static_cast<const unsigned char*>(args.params.kv_cache);
   const int slots = args.ring_slots;
   const int warp_index = static_cast<int>(threadIdx.x) / 32;
   unsigned char* const warp_shared =
       shared + slots * Layout::kBytes +
       warp_index * WarpRows<T, Kv, kHeadSize, kPlain>::kSharedBytes;
+  // Whether a key of the pass has no place in the cache.
+  int* const found_none = reinterpret_cast<int*>(
+      shared + slots * Layout::kBytes +
+      kWarps * WarpRows<T, Kv, kHeadSize, kPlain>::kSharedBytes);
   const int num_heads = args.params.num_kv_heads;
   const PlanHeader header = plan_header(args);
   const int count = header.num_prefill_items * num_heads;
@@ -275,7 +278,7 @@ __global__ void __launch_bounds__(32 * kPrefillWarps<kHeadSize>)
                         i % num_heads);
     for (int pass = view.item.row_begin; pass < view.row_end(); pass += kWarps * kDecodeRows) {
       __syncthreads();  // the previous pass has been read
-      if (threadIdx.x == 0) found_none[0] = 0;
+      if (threadIdx.x == 0) *found_none = 0;
       __syncthreads();
       KeySpan block_span(args, view, pass, min(pass + kWarps * kDecodeRows, view.row_end()));
       block_span.clip(view.item);
@@ -294,7 +297,7 @@ __global__ void __launch_bounds__(32 * kPrefillWarps<kHeadSize>)
         if (step < num_steps) {
           if (step % 2 == 0) {
             row = finder.key_row(entry, (first_tile + step / 2) * kTileTokens + lane_key);
-            if (finder.found_none) atomicExch(&found_none[0], 1);
+            if (finder.found_none) atomicExch(found_none, 1);
             entry = finder.table_entry((first_tile + step / 2 + 1) * kTileTokens + lane_key);
           }
           Layout::template copy<kWarpKeys>(
@@ -330,7 +333,7 @@ __global__ void __launch_bounds__(32 * kPrefillWarps<kHeadSize>)
         }
         const bool is_last = step + 2 == num_steps;
         if (is_last || (tile + 1) % kRangeTiles == 0) {
-          const int any = lane_index() == 0 ? atomicOr(&found_none[0], 0) : 0;
+          const int any = lane_index() == 0 ? atomicOr(found_none, 0) : 0;
           warp.finish_range(tile / kRangeTiles, is_last, __shfl_sync(kWholeWarp, any, 0) != 0);
         }
       }

@@ -45,9 +45,10 @@ struct TileLayout {
   template <int kRows>
   static __device__ __forceinline__ void copy(unsigned char* tile, int first_row,
                                               const unsigned char* cache, uint32_t lane_row) {
-#pragma unroll
+    const int lane = device::opaque(lane_index());
+#pragma unroll 4
     for (int i = 0; i < (kRows * kChunks + 31) / 32; ++i) {
-      const int index = i * 32 + lane_index();
+      const int index = i * 32 + lane;
       const int row = index / kChunks, chunk = index % kChunks;
       const uint32_t cache_row = __shfl_sync(kWholeWarp, lane_row, row % kRows);
       if (kRows * kChunks % 32 != 0 && row >= kRows) continue;
@@ -77,25 +78,23 @@ __device__ __forceinline__ uint32_t widen(uint32_t four, int low, int high) {
 }
 
 // How a total and the result of the next range become the new total: the one place where ranges
-// meet. Exact where one of the two has seen nothing (weight 0).
+// meet. Exact where one of the two has seen nothing: its weight and sums are 0.
 struct Merge {
   float maximum, weight;
-  float keep, take;
-  bool only_total, only_part;
+  float keep, take;  // factors of the total and of the range
 
   __device__ __forceinline__ Merge(float total_maximum, float total_weight, float part_maximum,
                                    float part_weight)
-      : only_total(part_weight == 0), only_part(total_weight == 0) {
-    maximum = fmaxf(total_maximum, part_maximum);
-    keep = device::exp2_approx(total_maximum - maximum);
-    take = device::exp2_approx(part_maximum - maximum);
+      : maximum(total_maximum), keep(1), take(0) {
+    if (part_weight != 0) {
+      const bool is_first = total_weight == 0;
+      maximum = is_first ? part_maximum : fmaxf(total_maximum, part_maximum);
+      keep = is_first ? 0.0f : device::exp2_approx(total_maximum - maximum);
+      take = is_first ? 1.0f : device::exp2_approx(part_maximum - maximum);
+    }
     weight = apply(total_weight, part_weight);
-    if (only_total) maximum = total_maximum;
-    if (!only_total && only_part) maximum = part_maximum;
   }
   __device__ __forceinline__ float apply(float total, float part) const {
-    if (only_total) return total;
-    if (only_part) return part;
     return fmaf(part, take, total * keep);
   }
 };
@@ -127,8 +126,8 @@ struct WarpRows {
   static constexpr int kBlocks = kHeadSize / 8;  // columns of 8 of the sums
   // Above that the query does not fit beside the sums, and is read again for every tile.
   static constexpr bool kQueryInRegisters = kHeadSize <= 128;
-  // Shared memory of a warp: the total, and the query; every lane reads what it wrote alone.
-  static constexpr int kTotalBytes = kBlocks * 32 * 16;
+  // Shared memory of a warp: the total, (maximum, weight) of its rows, and the query.
+  static constexpr int kTotalBytes = kBlocks * 32 * 16 + kDecodeRows * 8;
   static constexpr int kSharedBytes = kTotalBytes + (kQueryInRegisters ? 0 : kSteps * 32 * 16);
 
   uint32_t query[kQueryInRegisters ? kSteps : 1][4];
@@ -136,22 +135,18 @@ struct WarpRows {
   float sums[kBlocks][4];
   // Of this lane's two rows. `weight` is the lane's part until the range is finished.
   float maximum[2], weight[2];
-  float total_maximum[2], total_weight[2];
   int position[2];  // -1 or less: sees nothing
   int seen_begin[2];
   float slope[2];
   ScoreFactors factors;
-  float4* total;        // [kBlocks][32]
+  float4* total;        // [kBlocks][32], as the lanes hold the sums
+  float2* total_state;  // [16]
   uint4* shared_query;  // [kSteps][32]
 
   __device__ __forceinline__ void begin(unsigned char* shared) {
     total = reinterpret_cast<float4*>(shared);
+    total_state = reinterpret_cast<float2*>(shared + kBlocks * 32 * 16);
     shared_query = reinterpret_cast<uint4*>(shared + kTotalBytes);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      total_maximum[h] = -infinity();
-      total_weight[h] = 0;
-    }
     begin_range();
   }
 
@@ -206,7 +201,7 @@ struct WarpRows {
   // scores of keys 32 * kHalf .. 32 * kHalf + 31 of the tile.
   template <int kHalf>
   __device__ __forceinline__ void score(const unsigned char* keys) {
-    const int lane = lane_index();
+    const int lane = device::opaque(lane_index());
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
 #pragma unroll
@@ -317,13 +312,14 @@ struct WarpRows {
       add_values_row_by_row<kHalf>(values, start);
       return;
     }
+    const int lane = device::opaque(lane_index());
 #pragma unroll
     for (int step = kHalf * 2; step < kHalf * 2 + 2; ++step) {
       uint32_t a[4];
       weight_fragment(step, a);
 #pragma unroll
       for (int chunk = 0; chunk < Layout::kChunks; chunk += 2) {
-        for_each_block(values, step, chunk, [&](int block, const uint32_t(&b)[2]) {
+        for_each_block(values, step, chunk, lane, [&](int block, const uint32_t(&b)[2]) {
           device::mma_16x8x16<T>(sums[block], a, b);
         });
       }
@@ -339,21 +335,17 @@ struct WarpRows {
     }
   }
 
-  // The finished range and the total so far become the total, in `sums`, total_maximum and
-  // total_weight.
-  __device__ __forceinline__ void merge_total(bool is_first) {
-    if (is_first) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        total_maximum[h] = maximum[h];
-        total_weight[h] = weight[h];
-      }
-      return;
-    }
-    const Merge merge[2] = {{total_maximum[0], total_weight[0], maximum[0], weight[0]},
-                            {total_maximum[1], total_weight[1], maximum[1], weight[1]}};
+  // sums, maximum and weight become those of the total, once the range is finished and merged.
+  __device__ __forceinline__ void merge_total() {
+    const int row = lane_index() / 4;
+    __syncwarp();
+    const float2 state[2] = {total_state[row], total_state[row + 8]};
+    const Merge merge[2] = {{state[0].x, state[0].y, maximum[0], weight[0]},
+                            {state[1].x, state[1].y, maximum[1], weight[1]}};
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
+      // Else the loads of all blocks come first and do not fit into the registers.
+      if (b % 4 == 0) __syncwarp();
       const float4 t = total[b * 32 + lane_index()];
       sums[b][0] = merge[0].apply(t.x, sums[b][0]);
       sums[b][1] = merge[0].apply(t.y, sums[b][1]);
@@ -362,14 +354,18 @@ struct WarpRows {
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      total_maximum[h] = merge[h].maximum;
-      total_weight[h] = merge[h].weight;
+      maximum[h] = merge[h].maximum;
+      weight[h] = merge[h].weight;
     }
   }
   __device__ __forceinline__ void keep_total() {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       total[b * 32 + lane_index()] = make_float4(sums[b][0], sums[b][1], sums[b][2], sums[b][3]);
+    }
+    if (lane_index() % 4 == 0) {
+      total_state[lane_index() / 4] = make_float2(maximum[0], weight[0]);
+      total_state[lane_index() / 4 + 8] = make_float2(maximum[1], weight[1]);
     }
   }
 
@@ -391,12 +387,13 @@ struct WarpRows {
   // sides of mmas: function(block, b) for each block of eight columns.
   template <typename Function>
   static __device__ __forceinline__ void for_each_block(const unsigned char* values, int step,
-                                                        int chunk, const Function& function) {
-    const int row = step * 16 + lane_index() % 16;
+                                                        int chunk, int lane,
+                                                        const Function& function) {
+    const int row = step * 16 + lane % 16;
     const bool is_pair = Layout::kChunks % 2 == 0 || chunk + 1 < Layout::kChunks;
     uint32_t r[4];
     device::load_matrices_transposed(
-        r, values + Layout::offset(row, chunk + (is_pair ? lane_index() / 16 : 0)));
+        r, values + Layout::offset(row, chunk + (is_pair ? lane / 16 : 0)));
     if constexpr (kFp8) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
@@ -415,12 +412,13 @@ struct WarpRows {
 
   // Whether half a tile of values is finite; the same answer for all lanes.
   static __device__ __forceinline__ bool are_finite(const unsigned char* values, int half) {
+    const int lane = lane_index();
     bool finite = true;
 #pragma unroll 1
     for (int step = half * 2; step < half * 2 + 2; ++step) {
 #pragma unroll 2
       for (int chunk = 0; chunk < Layout::kChunks; chunk += 2) {
-        for_each_block(values, step, chunk, [&](int, const uint32_t(&b)[2]) {
+        for_each_block(values, step, chunk, lane, [&](int, const uint32_t(&b)[2]) {
           finite = finite && is_finite_pair(b[0], T{}) && is_finite_pair(b[1], T{});
         });
       }
@@ -456,7 +454,7 @@ struct WarpRows {
         for (int j = 0; j < 4; ++j) a[j] = mine[j % 2] ? (i == 0 ? weights[0][j] : weights[1][j]) : 0;
 #pragma unroll 1
         for (int chunk = 0; chunk < Layout::kChunks; chunk += 2) {
-          for_each_block(values, step, chunk, [&](int block, const uint32_t(&all)[2]) {
+          for_each_block(values, step, chunk, lane, [&](int block, const uint32_t(&all)[2]) {
             uint32_t b[2];
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
