@@ -1,22 +1,18 @@
 // How the CPU cuts attention into pieces of work, and what runs one piece. Internal to attention/.
 //
-// A work item is (sequence, KV head, some rows); row r of a sequence and KV head is query token
-// r / group, head r % group of the KV head's `group` query heads, so that the KV is read once for
-// all of them. The KV is cut at absolute positions: into tiles of kTileTokens, and into ranges of
-// kRangeTokens. A row goes through the tiles of a range in order (online softmax), every range
-// starts afresh, and the ranges' results are merged in order. That fixes a row's arithmetic
-// whatever item it is in, and lets the ranges of a long sequence run on different cores.
+// A work item is (sequence, KV head, some rows); rows and ranges are those of attention_plan.h. The
+// KV is read once for all rows of an item, and the ranges of a long sequence may run on different
+// cores.
 #pragma once
 
 #include <cstdint>
 
+#include "attention/attention_plan.h"
 #include "attention/params.h"
 #include "core/isa.h"
 
 namespace vllm_lite {
 
-constexpr int32_t kTileTokens = 64;
-constexpr int32_t kRangeTokens = 256;
 constexpr int32_t kMaxItemRows = 72;
 constexpr int32_t kMaxHeadSize = 256;
 

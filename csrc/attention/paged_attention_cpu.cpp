@@ -58,12 +58,6 @@ struct Plan {
   Buffer partials;
 };
 
-// First position that a query token at `position` sees.
-int64_t seen_begin(const PagedAttentionParams& params, int64_t position) {
-  if (params.sliding_window == 0) return 0;
-  return std::max<int64_t>(0, position + 1 - params.sliding_window);
-}
-
 // Whether all ids are in [0, num_blocks). Without a branch, so that it is done in vectors.
 bool are_blocks(const int32_t* ids, int64_t count, int64_t num_blocks) {
   const uint32_t bound = static_cast<uint32_t>(std::min<int64_t>(num_blocks, INT64_C(1) << 31));
@@ -92,7 +86,8 @@ void check_indices(const PagedAttentionParams& params) {
              entry("paged_attention: seq_lens", sequence, length) + "; row " + std::to_string(row) +
                  " of block_tables holds " + std::to_string(params.block_table_stride) +
                  " blocks of " + std::to_string(params.block_size) + " tokens");
-    const int64_t first = seen_begin(params, length - (end - begin)) / params.block_size;
+    const int64_t first =
+        first_seen(length - (end - begin), params.sliding_window) / params.block_size;
     const int64_t count = ceil_div(std::max<int64_t>(0, length), params.block_size) - first;
     const int32_t* ids = params.block_tables + row * params.block_table_stride + first;
     if (are_blocks(ids, count, params.num_blocks)) continue;
@@ -118,14 +113,15 @@ void cut_into_items(const PagedAttentionParams& params, std::vector<AttentionIte
         std::min<int64_t>(ceil_div(ceil_div(num_rows, num_items), 6) * 6, num_rows);
     for (int64_t begin = 0; begin < num_rows; begin += item_rows) {
       const int64_t end = std::min(num_rows, begin + item_rows);
-      const int64_t seen_end = std::max<int64_t>(0, first_position + (end - 1) / group + 1);
+      const RangeSpan ranges =
+          seen_ranges(first_position + begin / group, first_position + (end - 1) / group,
+                      params.sliding_window);
       AttentionItem item{};
       item.sequence = sequence;
       item.row_begin = static_cast<int32_t>(begin);
       item.row_end = static_cast<int32_t>(end);
-      item.range_begin =
-          static_cast<int32_t>(seen_begin(params, first_position + begin / group) / kRangeTokens);
-      item.range_end = static_cast<int32_t>(ceil_div(seen_end, kRangeTokens));
+      item.range_begin = ranges.begin;
+      item.range_end = ranges.end;
       item.partial = -1;
       for (item.kv_head = 0; item.kv_head < params.num_kv_heads; ++item.kv_head)
         items.push_back(item);
@@ -178,6 +174,8 @@ void merge(const AttentionCall& call) { VL_DISPATCH_ISA(merge_item, call) }
 }  // namespace
 
 void paged_attention_cpu(const PagedAttentionParams& params) {
+  VL_CHECK(params.kv_dtype == KvDType::kAsQuery,
+           "paged_attention: an FP8 kv_cache has no CPU kernel");
   check_indices(params);
   static thread_local Plan plan_of_thread;
   Plan& plan = plan_of_thread;

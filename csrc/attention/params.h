@@ -7,6 +7,9 @@
 
 namespace vllm_lite {
 
+// What the KV cache holds: the dtype of the query, or FP8 (E4M3) times k_scale and v_scale.
+enum class KvDType : int32_t { kAsQuery, kFloat8E4M3 };
+
 // Attention of any mix of prefills, chunks and decodes over a paged KV cache, causal. Query token t
 // of sequence s (t = 0 .. query_start[s+1]-query_start[s]-1) stands at position
 // seq_lens[s] - num_query_tokens(s) + t and sees the positions up to and including its own (the
@@ -46,7 +49,14 @@ struct PagedAttentionParams {
   float scale;
   int32_t sliding_window;  // 0: none
   float soft_cap;          // 0: none
-  DType dtype;             // of out, query and kv_cache
+  DType dtype;             // of out and query
+  KvDType kv_dtype;        // CPU: kAsQuery only
+  float k_scale;           // only for kFloat8E4M3
+  float v_scale;
+  // CUDA only: the step's plan (attention_plan.h) and room for what it splits.
+  const int32_t* plan;
+  float* workspace;
+  int64_t workspace_size;  // elements, at least attention_workspace_size()
   int64_t stream;          // CUDA stream; 0 on CPU
 };
 
@@ -54,6 +64,10 @@ struct PagedAttentionParams {
 // is not one of block_tables, a sequence is longer than its table, or a table entry that is read
 // names a block that the cache does not have.
 void paged_attention_cpu(const PagedAttentionParams& params);
+
+// bf16 and fp16. The indices are in device memory, where the host does not look: a query token
+// outside num_tokens is skipped; a row or a block that does not exist is never followed, and makes
+// the sequence's results NaN where the kernel meets it.
 void paged_attention_cuda(const PagedAttentionParams& params);
 
 }  // namespace vllm_lite

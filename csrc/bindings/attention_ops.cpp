@@ -1,4 +1,5 @@
 // Paged attention for Python.
+#include "attention/attention_plan.h"
 #include "attention/params.h"
 #include "bindings/back_ends.h"
 #include "bindings/op_args.h"
@@ -9,15 +10,18 @@ namespace {
 template <void (*kKernel)(const PagedAttentionParams&)>
 void paged_attention(Tensor out, Tensor query, Tensor kv_cache, Tensor block_tables, Tensor rows,
                      Tensor query_start, Tensor seq_lens, double scale, int64_t sliding_window,
-                     double soft_cap, OptionalTensor alibi_slopes, int64_t stream) {
+                     double soft_cap, OptionalTensor alibi_slopes, OptionalTensor plan,
+                     OptionalTensor workspace, double k_scale, double v_scale, int64_t stream) {
   constexpr const char* kOp = "paged_attention";
   check_heads(out, kOp, "out");
   check_heads(query, kOp, "query");
   check(kv_cache.dim() == 5 && kv_cache.size(1) == 2 && kv_cache.is_contiguous(), kOp,
         "kv_cache must be contiguous [num_blocks, 2, num_kv_heads, block_size, head_size]");
   const DType dtype = float_dtype(query, kOp);
-  check(out.scalar_type() == query.scalar_type() && kv_cache.scalar_type() == query.scalar_type(),
-        kOp, "out, query and kv_cache must have one dtype");
+  const bool is_fp8 = kv_cache.scalar_type() == ScalarType::Float8_e4m3fn;
+  check(out.scalar_type() == query.scalar_type(), kOp, "out and query must have one dtype");
+  check(is_fp8 || kv_cache.scalar_type() == query.scalar_type(), kOp,
+        "kv_cache must have the dtype of query, or float8_e4m3fn");
   check(
       out.size(0) == query.size(0) && out.size(1) == query.size(1) && out.size(2) == query.size(2),
       kOp, "out and query must have one shape");
@@ -37,7 +41,7 @@ void paged_attention(Tensor out, Tensor query, Tensor kv_cache, Tensor block_tab
   check(!alibi_slopes || alibi_slopes->numel() == num_heads, kOp,
         "alibi_slopes must be [num_heads]");
   check_same_device(kOp, query, out, kv_cache, block_tables, rows, query_start, seq_lens,
-                    alibi_slopes);
+                    alibi_slopes, plan, workspace);
   PagedAttentionParams params{};
   params.out = out.mutable_data_ptr();
   params.query = query.const_data_ptr();
@@ -62,21 +66,74 @@ void paged_attention(Tensor out, Tensor query, Tensor kv_cache, Tensor block_tab
   params.sliding_window = static_cast<int32_t>(sliding_window);
   params.soft_cap = static_cast<float>(soft_cap);
   params.dtype = dtype;
+  params.kv_dtype = is_fp8 ? KvDType::kFloat8E4M3 : KvDType::kAsQuery;
+  params.k_scale = static_cast<float>(k_scale);
+  params.v_scale = static_cast<float>(v_scale);
+  params.plan = int32_data(plan, kOp, "plan");
+  params.workspace = float_data(workspace, kOp, "workspace");
+  params.workspace_size = workspace ? workspace->numel() : 0;
   params.stream = stream;
   kKernel(params);
+}
+
+int32_t to_int32(int64_t value, const char* op, const char* name) {
+  check(value >= 0 && value <= INT32_MAX, op, (std::string(name) + " is out of range").c_str());
+  return static_cast<int32_t>(value);
+}
+
+int64_t plan_step(Tensor query_start, Tensor seq_lens, int64_t num_heads, int64_t num_kv_heads,
+                  int64_t sliding_window, int64_t num_multiprocessors, Tensor plan) {
+  constexpr const char* kOp = "plan_attention";
+  check(query_start.numel() == seq_lens.numel() + 1, kOp,
+        "query_start and seq_lens differ in the number of sequences");
+  PlanInput input{};
+  input.query_start = int32_data(query_start, kOp, "query_start");
+  input.seq_lens = int32_data(seq_lens, kOp, "seq_lens");
+  input.num_seqs = static_cast<int32_t>(seq_lens.numel());
+  input.num_heads = to_int32(num_heads, kOp, "num_heads");
+  input.num_kv_heads = to_int32(num_kv_heads, kOp, "num_kv_heads");
+  input.sliding_window = to_int32(sliding_window, kOp, "sliding_window");
+  input.num_multiprocessors = to_int32(num_multiprocessors, kOp, "num_multiprocessors");
+  return plan_attention(input, int32_data(plan, kOp, "plan"), plan.numel());
+}
+
+int64_t plan_size(int64_t num_tokens, int64_t num_seqs, int64_t num_heads, int64_t num_kv_heads,
+                  int64_t num_multiprocessors) {
+  constexpr const char* kOp = "attention_plan_size";
+  return attention_plan_size(num_tokens, num_seqs, to_int32(num_heads, kOp, "num_heads"),
+                             to_int32(num_kv_heads, kOp, "num_kv_heads"),
+                             to_int32(num_multiprocessors, kOp, "num_multiprocessors"));
+}
+
+int64_t workspace_size(int64_t num_kv_heads, int64_t head_size) {
+  return attention_workspace_size(num_kv_heads, head_size);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(VL_OPS, m) {
   m.def(
       "paged_attention(Tensor(a!) out, Tensor query, Tensor kv_cache, Tensor block_tables, "
       "Tensor rows, Tensor query_start, Tensor seq_lens, float scale, int sliding_window, "
-      "float soft_cap, "
-      "Tensor? alibi_slopes, int stream) -> ()");
+      "float soft_cap, Tensor? alibi_slopes, Tensor? plan, Tensor(b!)? workspace, float k_scale, "
+      "float v_scale, int stream) -> ()");
+  m.def(
+      "plan_attention(Tensor query_start, Tensor seq_lens, int num_heads, int num_kv_heads, "
+      "int sliding_window, int num_multiprocessors, Tensor(a!) plan) -> int");
+  m.def(
+      "attention_plan_size(int num_tokens, int num_seqs, int num_heads, int num_kv_heads, "
+      "int num_multiprocessors) -> int");
+  m.def("attention_workspace_size(int num_kv_heads, int head_size) -> int");
 }
 
 #define VL_ATTENTION_OPS(back_end) \
   m.impl("paged_attention", TORCH_BOX(&paged_attention<paged_attention_##back_end>));
 VL_IMPLEMENT_OPS(VL_ATTENTION_OPS)
+
+// The same for every back end.
+STABLE_TORCH_LIBRARY_IMPL(VL_OPS, CPU, m) { m.impl("plan_attention", TORCH_BOX(&plan_step)); }
+STABLE_TORCH_LIBRARY_IMPL(VL_OPS, CompositeExplicitAutograd, m) {
+  m.impl("attention_plan_size", TORCH_BOX(&plan_size));
+  m.impl("attention_workspace_size", TORCH_BOX(&workspace_size));
+}
 
 }  // namespace
 }  // namespace vllm_lite

@@ -167,6 +167,13 @@ __device__ __forceinline__ uint32_t pack<Float16>(float low, float high) {
 
 // ---- arithmetic
 
+// x. What is computed from it is computed where it stands, not once ahead of a loop and kept in
+// registers.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // 2^x, relative error about 2^-22; subnormal results are 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

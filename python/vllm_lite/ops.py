@@ -44,6 +44,10 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Causal attention of any mix of prefills, chunks and decodes over a paged KV cache.
 
@@ -51,11 +55,53 @@ def paged_attention(
     kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_size]``;
     block_tables: int32 ``[max_rows, max_blocks]``; rows, seq_lens: int32 ``[num_seqs]``;
     query_start: int32 ``[num_seqs + 1]``; alibi_slopes: float32 ``[num_heads]``.
+
+    CUDA takes bfloat16 and float16 only, and needs the step's ``plan`` (``plan_attention``, copied
+    to the device) and a ``workspace``: float32, at least ``attention_workspace_size`` elements,
+    which launches in one stream may share. It does not check indices, but follows none that lead
+    out of a tensor: the results of such a sequence are NaN. The CPU ignores both.
+    kv_cache may be float8_e4m3fn on CUDA: keys are then times ``k_scale``, values ``v_scale``.
     """
     _ops.paged_attention(
-        out, query, kv_cache, block_tables, rows, query_start, seq_lens,
-        scale, sliding_window, soft_cap, alibi_slopes, _stream(out),
+        out, query, kv_cache, block_tables, rows, query_start, seq_lens, scale, sliding_window,
+        soft_cap, alibi_slopes, plan, workspace, k_scale, v_scale, _stream(out),
     )  # fmt: skip
+
+
+def plan_attention(
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    sliding_window: int,
+    num_multiprocessors: int,
+    plan: torch.Tensor,
+) -> int:
+    """Cuts a step's attention into the CUDA kernels' work, the same for every layer.
+
+    All tensors are int32 on the CPU; plan: of ``attention_plan_size`` elements. Returns how many of
+    them are the plan. A plan made without a window serves layers of any window, if less evenly.
+    """
+    return int(
+        _ops.plan_attention(
+            query_start, seq_lens, num_heads, num_kv_heads,
+            sliding_window, num_multiprocessors, plan,
+        )
+    )  # fmt: skip
+
+
+def attention_plan_size(
+    num_tokens: int, num_seqs: int, num_heads: int, num_kv_heads: int, num_multiprocessors: int
+) -> int:
+    """Elements that every plan of at most so many tokens and sequences fits into."""
+    return int(
+        _ops.attention_plan_size(num_tokens, num_seqs, num_heads, num_kv_heads, num_multiprocessors)
+    )
+
+
+def attention_workspace_size(num_kv_heads: int, head_size: int) -> int:
+    """float32 elements of the workspace of ``paged_attention`` on CUDA."""
+    return int(_ops.attention_workspace_size(num_kv_heads, head_size))
 
 
 def store_kv(

@@ -6,7 +6,7 @@ argument is copied with its whole storage (so that strides and views stay what t
 back afterwards.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,13 @@ ON_HOST = Path(__file__).parents[3] / "build/dev/tests/cuda_on_host/_ops_cuda_on
 
 # Arguments that stay on the CPU.
 HOST_ARGUMENTS = {"swap_blocks": (2,)}
+# Ops that run on the host, for every back end.
+HOST_OPS = (
+    "plan_attention",
+    "attention_plan_size",
+    "attention_workspace_size",
+    "sample_workspace_bytes",
+)
 
 
 class DeviceOps:
@@ -31,10 +38,10 @@ class DeviceOps:
 
     def __getattr__(self, name: str) -> Any:
         op = getattr(torch.ops.vllm_lite, name)
+        if name in HOST_OPS:
+            return op
 
         def call(*args: Any) -> Any:
-            if not any(isinstance(arg, torch.Tensor) for arg in args):
-                return op(*args)
             storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
             def to_device(arg: Any) -> Any:
@@ -63,9 +70,43 @@ class DeviceOps:
         return call
 
 
+def make_plan(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sliding_window: int = 0,
+    num_multiprocessors: int = 132,
+) -> dict[str, torch.Tensor]:
+    """The ``plan`` and ``workspace`` of a call of ``ops.paged_attention``."""
+    heads, kv_heads, head_size = query.shape[1], kv_cache.shape[2], query.shape[2]
+    size = ops.attention_plan_size(len(query), len(seq_lens), heads, kv_heads, num_multiprocessors)
+    plan = torch.empty(size, dtype=torch.int32)
+    words = ops.plan_attention(
+        query_start, seq_lens, heads, kv_heads, sliding_window, num_multiprocessors, plan
+    )
+    workspace = torch.full((ops.attention_workspace_size(kv_heads, head_size),), torch.nan)
+    return {"plan": plan[:words].clone(), "workspace": workspace}
+
+
+def _with_plan(paged_attention: Callable[..., None]) -> Callable[..., None]:
+    """``ops.paged_attention`` that makes the plan and workspace where the test gives none."""
+
+    def call(out, query, kv_cache, tables, rows, query_start, seq_lens, scale, *more, **named):  # type: ignore[no-untyped-def]
+        if "plan" not in named:
+            window = more[0] if more else named.get("sliding_window", 0)
+            named |= make_plan(query, kv_cache, query_start, seq_lens, window)
+        ints = (tables, rows, query_start, seq_lens)
+        paged_attention(out, query, kv_cache, *ints, scale, *more, **named)
+
+    return call
+
+
 @contextmanager
 def use(back_end: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
+        if back_end in CUDA_BACK_ENDS:
+            patch.setattr(ops, "paged_attention", _with_plan(ops.paged_attention))
         if back_end == "cuda":
             if not torch.cuda.is_available():
                 pytest.skip("no CUDA device")

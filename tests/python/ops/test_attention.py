@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from ops.back_ends import CUDA_BACK_ENDS, make_plan
 from vllm_lite import ops
 
-ISAS = ops.cpu_isas()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of the largest value in the row's KV. float32: the rounding of a few hundred additions and of exp.
-# 16-bit: the one rounding of the result (half a unit of epsilon), and the same again to spare.
+# 16-bit: the one rounding of the result (half a unit of epsilon), and the same again for the
+# weights, which tensor cores take in 16 bits.
 TOLERANCE = {
     torch.float32: 2e-6,
     torch.bfloat16: torch.finfo(torch.bfloat16).eps,
@@ -21,15 +22,26 @@ TOLERANCE = {
 }
 
 
-@pytest.fixture(params=ISAS, autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before, threads = ops.current_cpu_isa(), torch.get_num_threads()
-    ops.set_cpu_isa(request.param)
-    # The small products of the references lose more to a second thread than they gain.
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The small products of the references lose more to a second thread than they gain."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield request.param
-    ops.set_cpu_isa(before)
+    yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def widest(back_end: str) -> torch.dtype:
+    """The most exact dtype that the back end has."""
+    return torch.float16 if back_end in CUDA_BACK_ENDS else torch.float32
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest, back_end: str) -> torch.dtype:
+    if request.param == torch.float32 and back_end in CUDA_BACK_ENDS:
+        pytest.skip("float32 has no CUDA kernel")
+    return request.param
 
 
 @dataclass
@@ -98,10 +110,15 @@ def run(
     block_size: int,
     seed: int = 0,
     unused: float = math.nan,
+    num_multiprocessors: int = 132,
+    plan_window: int | None = None,
+    fp8_scales: tuple[float, float] | None = None,
 ) -> list[torch.Tensor]:
     """Stores the sequences into a cache of shuffled blocks and attends; one result per sequence.
 
     Slots without a token, and blocks that have fallen out of the window, hold ``unused``.
+    num_multiprocessors, plan_window: what a CUDA back end's plan is made for; by default, an H200
+    and the window. fp8_scales: the cache is FP8, and these are k_scale and v_scale.
     """
     _, num_kv_heads, head_size = sequences[0].key.shape
     dtype = sequences[0].key.dtype
@@ -118,8 +135,9 @@ def run(
         used += count
         block_tables[row, :count] = blocks
         tokens = torch.arange(len(sequence.key))
-        slots = blocks[tokens // block_size].long() * block_size + tokens % block_size
-        ops.store_kv(sequence.key, sequence.value, kv_cache, slots)
+        block, offset = blocks[tokens // block_size].long(), tokens % block_size
+        kv_cache[block, 0, :, offset] = sequence.key
+        kv_cache[block, 1, :, offset] = sequence.value
         if options.sliding_window:
             first_seen = len(sequence.key) - len(sequence.query) + 1 - options.sliding_window
             for block in range(max(0, first_seen) // block_size):
@@ -133,9 +151,16 @@ def run(
     out = torch.full((len(query), heads + 1, head_size), math.nan, dtype=dtype)
     query_start = torch.tensor([0, *[len(s.query) for s in sequences]]).cumsum(0).int()
     seq_lens = torch.tensor([len(s.key) for s in sequences], dtype=torch.int32)
+    more: dict[str, Any] = {}
+    if num_multiprocessors != 132 or plan_window is not None:
+        window = options.sliding_window if plan_window is None else plan_window
+        more = make_plan(query, kv_cache, query_start, seq_lens, window, num_multiprocessors)
+    if fp8_scales is not None:
+        kv_cache = kv_cache.to(torch.float8_e4m3fn)
+        more |= {"k_scale": fp8_scales[0], "v_scale": fp8_scales[1]}
     ops.paged_attention(
         out[:, :heads], wide[:, :heads], kv_cache, block_tables, rows, query_start, seq_lens,
-        options.scale, options.sliding_window, options.soft_cap, options.alibi_slopes,
+        options.scale, options.sliding_window, options.soft_cap, options.alibi_slopes, **more,
     )  # fmt: skip
     assert out[:, heads:].isnan().all(), "written past the heads of a token"
     return list(torch.split(out[:, :heads], [len(s.query) for s in sequences]))
@@ -161,7 +186,6 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
 def test_head_sizes_and_dtypes(head_size: int, dtype: torch.dtype) -> None:
     sequences = make_sequences(MIXES["mixed"], 2, 3, head_size, dtype)
@@ -171,79 +195,84 @@ def test_head_sizes_and_dtypes(head_size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("block_size", [8, 16, 20, 32, 128])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
-def test_groups_block_sizes_and_mixes(group: int, block_size: int, mix: str) -> None:
-    dtype = DTYPES[(group + block_size) % 3]
+def test_groups_block_sizes_and_mixes(
+    group: int, block_size: int, mix: str, widest: torch.dtype
+) -> None:
+    dtype = [widest, torch.bfloat16, torch.float16][(group + block_size) % 3]
     check(make_sequences(MIXES[mix], 2, group, 64, dtype), options_for(64), block_size)
 
 
-def test_one_kv_head_for_more_heads_than_an_item_has_rows() -> None:
-    check(make_sequences([(1, 40), (3, 9)], 1, 77, 64, torch.float32), options_for(64))
+def test_one_kv_head_for_more_heads_than_an_item_has_rows(widest: torch.dtype) -> None:
+    check(make_sequences([(1, 40), (3, 9)], 1, 77, 64, widest), options_for(64))
 
 
 @pytest.mark.parametrize("window", [1, 5, 100])
-def test_sliding_window(window: int) -> None:
+def test_sliding_window(window: int, widest: torch.dtype) -> None:
     options = options_for(64, sliding_window=window)
     for mix in MIXES.values():
-        check(make_sequences(mix, 2, 2, 64, torch.float32), options)
+        check(make_sequences(mix, 2, 2, 64, widest), options)
 
 
-def test_window_wider_than_the_sequence_is_no_window() -> None:
-    sequences = make_sequences(MIXES["mixed"], 2, 2, 64, torch.float32)
+def test_window_wider_than_the_sequence_is_no_window(widest: torch.dtype) -> None:
+    sequences = make_sequences(MIXES["mixed"], 2, 2, 64, widest)
     windowed = run(sequences, options_for(64, sliding_window=5000), 16)
     for a, b in zip(windowed, run(sequences, options_for(64), 16), strict=True):
         assert torch.equal(a, b)
 
 
-def test_soft_cap_holds_scores_over_5000() -> None:
-    sequences = make_sequences(MIXES["mixed"], 2, 2, 64, torch.float32, gain=30.0)
+def test_soft_cap_holds_scores_over_5000(widest: torch.dtype) -> None:
+    sequences = make_sequences(MIXES["mixed"], 2, 2, 64, widest, gain=30.0)
     scores = torch.einsum("qhd,khd->hqk", sequences[0].query[:, ::2], sequences[0].key) / 8
     assert scores.abs().max() > 1000
     check(sequences, options_for(64, soft_cap=30.0))
-    huge = make_sequences([(4, 70)], 1, 1, 64, torch.float32, gain=100.0)
+    huge = make_sequences([(4, 70)], 1, 1, 64, widest, gain=100.0)
     assert torch.einsum("qhd,khd->hqk", huge[0].query, huge[0].key).max() / 8 > 5000
     check(huge, options_for(64, soft_cap=30.0))
-    check(make_sequences(MIXES["mixed"], 2, 2, 64, torch.float32), options_for(64, soft_cap=1.5))
+    check(make_sequences(MIXES["mixed"], 2, 2, 64, widest), options_for(64, soft_cap=1.5))
 
 
-def test_large_scores_do_not_overflow_without_a_cap() -> None:
+def test_large_scores_do_not_overflow_without_a_cap(widest: torch.dtype) -> None:
     # One key takes all the weight; what is left is rounding of the score, which grows with it.
-    sequence = make_sequences([(4, 300)], 1, 1, 64, torch.float32, gain=40.0)[0]
+    sequence = make_sequences([(4, 300)], 1, 1, 64, widest, gain=40.0)[0]
     result = run([sequence], options_for(64), 16)[0]
     expected = reference(sequence, options_for(64))
-    assert (result - expected).abs().max() <= 1e-3 * sequence.value.abs().max()
+    tolerance = max(1e-3, TOLERANCE[widest])
+    assert (result - expected).abs().max() <= tolerance * sequence.value.abs().max()
 
 
-def test_scores_of_minus_infinity_weigh_nothing_even_where_a_whole_tile_has_them() -> None:
-    sequence = make_sequences([(4, 400)], 1, 1, 64, torch.float32)[0]
+def test_scores_of_minus_infinity_weigh_nothing_even_where_a_whole_tile_has_them(
+    widest: torch.dtype,
+) -> None:
+    sequence = make_sequences([(4, 400)], 1, 1, 64, widest)[0]
     sequence.query.abs_()
     sequence.key[:330] = -math.inf
     check([sequence], options_for(64))
 
 
-def test_alibi() -> None:
+def test_alibi(widest: torch.dtype) -> None:
     slopes = torch.tensor([2.0**-i for i in range(1, 7)])
-    sequences = make_sequences(MIXES["mixed"], 2, 3, 64, torch.float32)
+    sequences = make_sequences(MIXES["mixed"], 2, 3, 64, widest)
     check(sequences, options_for(64, alibi_slopes=slopes))
     check(sequences, options_for(64, alibi_slopes=slopes, soft_cap=5.0, sliding_window=30))
 
 
-def test_nothing_to_do() -> None:
-    result = run(make_sequences([(0, 0), (0, 5)], 1, 1, 64, torch.float32), options_for(64), 16)
+def test_nothing_to_do(widest: torch.dtype) -> None:
+    result = run(make_sequences([(0, 0), (0, 5)], 1, 1, 64, widest), options_for(64), 16)
     assert [len(r) for r in result] == [0, 0]
 
 
-def test_a_row_before_the_first_token_sees_nothing() -> None:
+def test_a_row_before_the_first_token_sees_nothing(widest: torch.dtype) -> None:
     """More query tokens than tokens: not a plan the engine makes, but not a crash either."""
-    query = torch.ones(3, 1, 64)
+    query = torch.ones(3, 1, 64, dtype=widest)
     out = torch.full_like(query, math.nan)
-    kv_cache = torch.ones(1, 2, 1, 16, 64)
+    kv_cache = torch.ones(1, 2, 1, 16, 64, dtype=widest)
     table, zero = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     start = torch.tensor([0, 3], dtype=torch.int32)
     ops.paged_attention(out, query, kv_cache, table, zero, start, zero + 1, 1.0)
     assert out[:2].eq(0).all() and out[2].eq(1).all()
 
 
-# ---- indices that lead out of the tensors
+# ---- indices that lead out of the tensors, which the CPU checks
 
 
 def attend_with(
@@ -271,7 +300,9 @@ def attend_with(
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("block", [-1, 5, 2**31 - 1, -(2**31)])
-def test_a_block_outside_the_cache_is_refused_by_row_and_block(index: int, block: int) -> None:
+def test_a_block_outside_the_cache_is_refused_by_row_and_block(
+    index: int, block: int, isa: str
+) -> None:
     message = rf"row 2 of block_tables: block\[{index}\] is {block}; the cache has blocks 0 to 4"
     with pytest.raises(RuntimeError, match=message):
         attend_with(block=(index, block))
@@ -282,7 +313,9 @@ def test_a_block_outside_the_cache_is_refused_by_row_and_block(index: int, block
     # Position 39 sees 39 - window + 1 and up; block 1 begins at 16, block 2 at 32.
     [(8, 1, False), (8, 2, True), (24, 0, False), (24, 1, True), (25, 0, True), (0, 3, False)],
 )
-def test_only_blocks_that_are_read_are_checked(window: int, index: int, is_read: bool) -> None:
+def test_only_blocks_that_are_read_are_checked(
+    window: int, index: int, is_read: bool, isa: str
+) -> None:
     if is_read:
         with pytest.raises(RuntimeError, match=rf"block\[{index}\] is 1000"):
             attend_with(sliding_window=window, block=(index, 1000))
@@ -303,7 +336,9 @@ def test_only_blocks_that_are_read_are_checked(window: int, index: int, is_read:
     ],
     ids=str,
 )
-def test_indices_outside_their_tensors_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_indices_outside_their_tensors_are_refused(
+    changes: dict[str, Any], message: str, isa: str
+) -> None:
     with pytest.raises(RuntimeError, match=message):
         attend_with(**changes)
 
@@ -330,7 +365,6 @@ def part(sequence: Sequence, begin: int, end: int) -> Sequence:
     return Sequence(sequence.query[begin:end], sequence.key[:end], sequence.value[:end])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_give_the_bits_of_the_whole_prompt(
     chunk: int, dtype: torch.dtype, row_options: Options
@@ -346,7 +380,7 @@ def test_chunks_give_the_bits_of_the_whole_prompt(
     assert torch.equal(last, whole[begins[-1] : begins[-1] + chunk])
 
 
-def test_head_size_80_keeps_the_bits_too() -> None:
+def test_head_size_80_keeps_the_bits_too(back_end: str) -> None:
     sequence = make_sequences([(150, 150)], 1, 4, 80, torch.bfloat16)[0]
     whole = run([sequence], options_for(80), 16)[0]
     for begin, end in [(0, 1), (1, 8), (63, 127), (149, 150)]:
@@ -357,7 +391,7 @@ def test_head_size_80_keeps_the_bits_too() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_company_placement_and_threads_do_not_change_a_bit(
-    threads: int, row_options: Options
+    threads: int, row_options: Options, back_end: str
 ) -> None:
     """Alone a long row is split over the cores by range; among many it is not."""
     lengths = [(1, 1500), (1, 40), (90, 300), (1, 256), (1, 257), (2, 1023)] + [(1, 600)] * 20
@@ -374,17 +408,17 @@ def test_company_placement_and_threads_do_not_change_a_bit(
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_later_tokens_do_not_reach_a_row_even_by_nan(poison: float) -> None:
+def test_later_tokens_do_not_reach_a_row_even_by_nan(poison: float, widest: torch.dtype) -> None:
     """Weight 0 times a NaN is NaN; a later token's KV must not be multiplied at all."""
-    sequence = make_sequences([(100, 100)], 2, 3, 64, torch.float32)[0]
+    sequence = make_sequences([(100, 100)], 2, 3, 64, widest)[0]
     clean = run([sequence], options_for(64), 16)[0]
     sequence.key[70:] = poison
     sequence.value[70:] = poison
     assert torch.equal(run([sequence], options_for(64), 16)[0][:70], clean[:70])
 
 
-def test_a_nan_that_a_row_sees_is_not_hidden() -> None:
-    sequence = make_sequences([(100, 100)], 1, 1, 64, torch.float32)[0]
+def test_a_nan_that_a_row_sees_is_not_hidden(widest: torch.dtype) -> None:
+    sequence = make_sequences([(100, 100)], 1, 1, 64, widest)[0]
     sequence.key[30, 0, 5] = math.nan
     result = run([sequence], options_for(64), 16)[0]
     assert result[:30].isfinite().all() and result[30:].isnan().all()
@@ -395,7 +429,9 @@ def test_a_nan_that_a_row_sees_is_not_hidden() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_size", [64, 80, 96])
-def test_store_kv_fills_its_slots_and_no_other(head_size: int, dtype: torch.dtype) -> None:
+def test_store_kv_fills_its_slots_and_no_other(
+    head_size: int, dtype: torch.dtype, isa: str
+) -> None:
     heads, block_size = 3, 8
     fused = torch.randn(700, 4 * heads, head_size).to(dtype)
     key, value = fused[:, heads : 2 * heads], fused[:, 3 * heads :]
@@ -412,7 +448,7 @@ def test_store_kv_fills_its_slots_and_no_other(head_size: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("slot", [800, 2**40])
-def test_store_kv_refuses_a_slot_outside_the_cache_and_stores_nothing(slot: int) -> None:
+def test_store_kv_refuses_a_slot_outside_the_cache_and_stores_nothing(slot: int, isa: str) -> None:
     key = torch.randn(600, 3, 64)
     kv_cache = torch.randn(100, 2, 3, 8, 64)
     before = kv_cache.clone()
@@ -427,7 +463,7 @@ def test_store_kv_refuses_a_slot_outside_the_cache_and_stores_nothing(slot: int)
     assert torch.equal(kv_cache[99, :, :, 7], key[599].expand(2, 3, 64))
 
 
-def test_copy_blocks_copies_in_every_layer_in_the_order_of_the_list() -> None:
+def test_copy_blocks_copies_in_every_layer_in_the_order_of_the_list(isa: str) -> None:
     arena = torch.randn(5, 9, 2, 2, 8, 64)
     expected = arena.clone()
     pairs = [(0, 3), (3, 7), (4, 4), (1, 8)]
@@ -438,7 +474,9 @@ def test_copy_blocks_copies_in_every_layer_in_the_order_of_the_list() -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 9])
-def test_copy_blocks_refuses_a_block_outside_the_cache_and_copies_nothing(bad: int) -> None:
+def test_copy_blocks_refuses_a_block_outside_the_cache_and_copies_nothing(
+    bad: int, isa: str
+) -> None:
     arena = torch.randn(2, 9, 2, 1, 8, 64)
     before = arena.clone()
     pairs = torch.tensor([(0, 1), (2, bad)], dtype=torch.int32)

@@ -113,6 +113,8 @@ uint32_t pack(float low, float high) {
 
 // ---- arithmetic
 
+inline int opaque(int x) { return x; }
+
 inline float exp2_approx(float x) {
   const float y = std::exp2(x);
   return y < 0x1p-126f ? 0.0f : y;

@@ -1,0 +1,160 @@
+// An item of the plan as the kernels see it: its rows in the tensors, and its keys in the cache.
+#pragma once
+
+#include <algorithm>
+
+#include "attention/attention_tile.cuh"
+#include "attention/params.h"
+
+namespace vllm_lite {
+namespace attention {
+
+struct KernelArgs {
+  PagedAttentionParams params;
+  ScoreFactors factors;
+  float value_factor;  // of the sums
+  int group;
+  int block_shift;  // log2 of block_size, or -1
+  int ring_slots;   // of the prefill kernel: 2 or 4
+};
+
+__device__ __forceinline__ PlanHeader plan_header(const KernelArgs& args) {
+  const int4 words = __ldg(reinterpret_cast<const int4*>(args.params.plan));
+  return {words.x, words.y, words.z, {}};
+}
+__device__ __forceinline__ PlanItem plan_item(const KernelArgs& args, int index) {
+  const int4* words = reinterpret_cast<const int4*>(args.params.plan + kPlanHeaderWords +
+                                                    index * kPlanItemWords);
+  const int4 a = __ldg(words), b = __ldg(words + 1);
+  return {a.x, a.y, a.z, a.w, b.x, b.y, {}};
+}
+
+// An item's place in the tensors. What the tensors say is not trusted to lead into the others.
+struct ItemView {
+  PlanItem item;
+  int kv_head;
+  int first_token;     // of the sequence, in query
+  int first_position;  // of that token
+  int num_rows;        // of the sequence; 0: nothing to do
+  const int32_t* block_table;  // nullptr: no such row
+  int64_t partial_begin;       // partial row of the item's first range
+
+  __device__ __forceinline__ ItemView(const KernelArgs& args, const PlanItem& plan_item, int head)
+      : item(plan_item), kv_head(head), first_token(0), first_position(0), num_rows(0),
+        block_table(nullptr), partial_begin(0) {
+    const PagedAttentionParams& params = args.params;
+    const int64_t partial_rows = static_cast<int64_t>(item.range_end - item.range_begin) *
+                                 (item.row_end - item.row_begin);
+    if (item.sequence < 0 || item.sequence >= params.num_seqs) return;
+    if (item.partial >= 0 && item.partial + partial_rows > kMaxPartialRows) return;
+    first_token = __ldg(params.query_start + item.sequence);
+    const int num_query = __ldg(params.query_start + item.sequence + 1) - first_token;
+    if (first_token < 0 || num_query < 0 || first_token > params.num_tokens - num_query) return;
+    num_rows = num_query * args.group;
+    first_position = __ldg(params.seq_lens + item.sequence) - num_query;
+    const int row = __ldg(params.rows + item.sequence);
+    if (row >= 0 && row < params.max_rows) {
+      block_table = params.block_tables + row * params.block_table_stride;
+    }
+    partial_begin = static_cast<int64_t>(head) * kMaxPartialRows + item.partial;
+  }
+
+  __device__ __forceinline__ int row_end() const { return min(item.row_end, num_rows); }
+  __device__ __forceinline__ int position(const KernelArgs& args, int row) const {
+    return first_position + row / args.group;
+  }
+  __device__ __forceinline__ int64_t element(const KernelArgs& args, int row,
+                                             int64_t token_stride) const {
+    return (first_token + row / args.group) * token_stride +
+           static_cast<int64_t>(kv_head * args.group + row % args.group) * args.params.head_size;
+  }
+};
+
+// Keys that some row sees, and the tiles they lie in.
+struct KeySpan {
+  int begin, end;
+
+  // Of rows row_begin .. row_end - 1.
+  __device__ __forceinline__ KeySpan(const KernelArgs& args, const ItemView& view, int row_begin,
+                                     int row_end)
+      : begin(0), end(0) {
+    if (row_begin >= row_end) return;
+    begin = window_begin(args, view.position(args, row_begin));
+    end = max(0, view.position(args, row_end - 1) + 1);
+    begin = min(begin, end);
+  }
+  static __device__ __forceinline__ int window_begin(const KernelArgs& args, int position) {
+    const int window = args.params.sliding_window;
+    return window == 0 ? 0 : max(0, position + 1 - window);
+  }
+  // The part that lies in the item's ranges.
+  __device__ __forceinline__ void clip(const PlanItem& item) {
+    begin = max(begin, item.range_begin * kRangeTokens);
+    end = max(begin, min(end, item.range_end * kRangeTokens));
+  }
+  __device__ __forceinline__ int tile_begin() const { return begin / kTileTokens; }
+  __device__ __forceinline__ int tile_end() const {
+    return begin < end ? (end + kTileTokens - 1) / kTileTokens : tile_begin();
+  }
+  __device__ __forceinline__ bool meets(int tile) const {
+    return begin < end && tile * kTileTokens < end && (tile + 1) * kTileTokens > begin;
+  }
+};
+
+// From positions to rows of the cache, seen as [num_blocks * 2 * num_kv_heads * block_size,
+// head_size]; a value's row is value_rows after its key's. In two steps, so that the table entry
+// can be on its way while other things are done.
+struct KeyFinder {
+  const PagedAttentionParams& params;
+  const int32_t* block_table;
+  KeySpan span;
+  int block_shift;
+  uint32_t head_row;
+  uint32_t value_rows;
+  bool found_none;  // a key of the span has no place in the cache
+
+  __device__ __forceinline__ KeyFinder(const KernelArgs& args, const ItemView& view,
+                                       const KeySpan& keys)
+      : params(args.params), block_table(view.block_table), span(keys),
+        block_shift(args.block_shift),
+        head_row(static_cast<uint32_t>(view.kv_head) * args.params.block_size),
+        value_rows(static_cast<uint32_t>(args.params.num_kv_heads) * args.params.block_size),
+        found_none(false) {}
+
+  __device__ __forceinline__ int block_index(int position) const {
+    return block_shift >= 0 ? position >> block_shift : position / params.block_size;
+  }
+  __device__ __forceinline__ int table_entry(int position) const {
+    if (position < span.begin || position >= span.end || block_table == nullptr) return -1;
+    const int index = block_index(position);
+    return index < params.block_table_stride ? __ldg(block_table + index) : -1;
+  }
+  __device__ __forceinline__ uint32_t key_row(int entry, int position) {
+    if (position < span.begin || position >= span.end) return kNoRow;
+    if (entry < 0 || entry >= params.num_blocks) {
+      found_none = true;
+      return kNoRow;
+    }
+    const int offset = position - block_index(position) * params.block_size;
+    return static_cast<uint32_t>(entry) * (2 * value_rows) + head_row + offset;
+  }
+  __device__ __forceinline__ uint32_t value_row(uint32_t key) const {
+    return key == kNoRow ? kNoRow : key + value_rows;
+  }
+};
+
+// Blocks of a kernel that run at once on the device.
+template <typename Kernel>
+int persistent_blocks(Kernel kernel, int threads, int shared_bytes) {
+  device::allow_dynamic_shared(kernel, shared_bytes);
+  return device::num_multiprocessors() *
+         std::max(1, device::blocks_per_multiprocessor(kernel, threads, shared_bytes));
+}
+
+// Launches the decode and prefill items of the plan, not the merges. Instantiated once per head
+// size, in attention_head_<size>.cu.
+template <typename T, typename Kv, int kHeadSize>
+void launch_items(const KernelArgs& args);
+
+}  // namespace attention
+}  // namespace vllm_lite
