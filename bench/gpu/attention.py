@@ -38,10 +38,12 @@ class Case:
         self.rows = torch.arange(num_seqs, dtype=torch.int32).cuda()
         starts = torch.arange(0, num_tokens + 1, num_query, dtype=torch.int32)
         lengths = torch.full((num_seqs,), length, dtype=torch.int32)
+        multiprocessors = torch.cuda.get_device_properties("cuda").multi_processor_count
         plan = torch.zeros(
-            ops.attention_plan_size(num_tokens, num_seqs, heads, kv_heads), dtype=torch.int32
+            ops.attention_plan_size(num_tokens, num_seqs, heads, kv_heads, multiprocessors),
+            dtype=torch.int32,
         )
-        ops.plan_attention(starts, lengths, heads, kv_heads, 0, plan)
+        ops.plan_attention(starts, lengths, heads, kv_heads, 0, multiprocessors, plan)
         self.starts, self.lengths, self.plan = starts.cuda(), lengths.cuda(), plan.cuda()
         self.workspace = torch.empty(
             ops.attention_workspace_size(kv_heads, head_size), device="cuda"

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/chunk.h"
 #include "core/device.h"
 #include "ops/ops.h"
 
@@ -62,30 +63,14 @@ void launch(const EmbeddingParams& params) {
             params.stream, params);
 }
 
-template <typename Out>
-void launch_out(const EmbeddingParams& params) {
-  switch (params.table_dtype) {
-    case DType::kFloat32:
-      return launch<Out, float>(params);
-    case DType::kBFloat16:
-      return launch<Out, BFloat16>(params);
-    case DType::kFloat16:
-      return launch<Out, Float16>(params);
-  }
-}
-
 }  // namespace
 
 void embedding_cuda(const EmbeddingParams& params) {
   if (params.num_tokens == 0) return;
-  switch (params.out_dtype) {
-    case DType::kFloat32:
-      return launch_out<float>(params);
-    case DType::kBFloat16:
-      return launch_out<BFloat16>(params);
-    case DType::kFloat16:
-      return launch_out<Float16>(params);
-  }
+  device::dispatch_dtype(params.out_dtype, [&](auto out) {
+    device::dispatch_dtype(params.table_dtype,
+                           [&](auto table) { launch<decltype(out), decltype(table)>(params); });
+  });
 }
 
 }  // namespace vllm_lite

@@ -51,9 +51,12 @@ class Worker:
         )
         self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, self._device)
         self._workspace: torch.Tensor | None = None
+        self._num_multiprocessors = 0
         if resolved.device == "cuda":
             size = ops.attention_workspace_size(model_config.num_kv_heads, model_config.head_size)
             self._workspace = torch.empty(size, device=self._device)
+            properties = torch.cuda.get_device_properties(self._device)
+            self._num_multiprocessors = properties.multi_processor_count
         if resolved.num_blocks is None:
             memory = measured_kv_memory(
                 config.gpu_memory_utilization,
@@ -122,7 +125,11 @@ class Worker:
         plan_words = 0
         if self._workspace is not None:
             plan_words = ops.attention_plan_size(
-                num_tokens, num_seqs, self._model_config.num_heads, self._model_config.num_kv_heads
+                num_tokens,
+                num_seqs,
+                self._model_config.num_heads,
+                self._model_config.num_kv_heads,
+                self._num_multiprocessors,
             )
         return StepInputs(
             InputSizes(num_tokens, num_seqs, num_logits, plan_words),
@@ -140,6 +147,7 @@ class Worker:
             config.num_kv_heads,
             # A plan without a window is right for layers with one, too.
             config.sliding_window if config.all_layers_windowed else 0,
+            self._num_multiprocessors,
             words,
         )
 
