@@ -51,7 +51,10 @@ MUST_FIND = {
 }
 SEEDS = ("0", "1", "2", "3")
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
+    pytest.mark.timeout(900),  # the first test compiles all three builds
+]
 
 
 def compile_program(folder: Path, build: str, sources: list[Path], libraries: list[str]) -> Path:

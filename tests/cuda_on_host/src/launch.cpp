@@ -37,12 +37,19 @@ Options initial_options() {
   return initial;
 }
 
-uint32_t shared_limit(const void* kernel) {
+struct SharedLimits {
+  uint32_t dynamic, total;
+};
+
+SharedLimits shared_limits(const void* kernel) {
   const std::lock_guard lock(mutex);
   const auto found = allowed_dynamic_shared.find(kernel);
+  if (found == allowed_dynamic_shared.end() || found->second <= kDefaultSharedBytes) {
+    return {kDefaultSharedBytes, kDefaultSharedBytes};
+  }
   // The permission is for the dynamic part; static variables come on top.
-  const int allowed = found == allowed_dynamic_shared.end() ? 0 : found->second;
-  return static_cast<uint32_t>(std::max(allowed, kDefaultSharedBytes));
+  return {static_cast<uint32_t>(found->second),
+          static_cast<uint32_t>(options().max_dynamic_shared_bytes)};
 }
 
 void check_launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes, uint32_t limit) {
@@ -123,8 +130,8 @@ int blocks_per_multiprocessor(int threads, int dynamic_shared_bytes) {
 
 void launch_blocks(const void* kernel, dim3 grid, dim3 block_dim, size_t dynamic_shared_bytes,
                    const std::function<void()>& thread_body) {
-  const uint32_t limit = shared_limit(kernel);
-  check_launch(grid, block_dim, dynamic_shared_bytes, limit);
+  const SharedLimits limits = shared_limits(kernel);
+  check_launch(grid, block_dim, dynamic_shared_bytes, limits.dynamic);
   const uint64_t num_blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
   const std::vector<uint64_t> order = block_order(num_blocks);
   const auto workers = static_cast<uint64_t>(num_workers(num_blocks));
@@ -134,7 +141,7 @@ void launch_blocks(const void* kernel, dim3 grid, dim3 block_dim, size_t dynamic
   std::vector<std::unique_ptr<Block>> blocks(workers);
   for (auto& block : blocks) {
     block = std::make_unique<Block>(thread_body, grid, block_dim,
-                                    static_cast<uint32_t>(dynamic_shared_bytes), limit);
+                                    static_cast<uint32_t>(dynamic_shared_bytes), limits.total);
   }
   std::vector<std::exception_ptr> errors(workers);
   std::atomic<uint64_t> next{0};

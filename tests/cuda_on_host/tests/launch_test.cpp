@@ -161,6 +161,16 @@ TEST_F(Launch, StaticAndDynamicSharedMemoryTogetherAreLimited) {
   EXPECT_CONTAINS(error, "too much shared memory: 32768 static and 17408 dynamic bytes");
 }
 
+__global__ void use_static_beside_dynamic() {
+  VL_SHARED(float, values, [8 << 10]);
+  values[0] = 1;
+}
+
+TEST_F(Launch, ThePermissionForDynamicSharedMemoryLeavesRoomForStatic) {
+  allow_dynamic_shared(use_static_beside_dynamic, 100 << 10);
+  EXPECT_EQ(error_of([] { VL_LAUNCH(use_static_beside_dynamic, 1, 1, 100 << 10, 0); }), "");
+}
+
 __global__ void address_of_global(int* p, uint32_t* out) { *out = shared_address(p); }
 
 TEST_F(Launch, SharedAddressOfGlobalMemoryIsAnError) {
