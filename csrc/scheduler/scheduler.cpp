@@ -143,6 +143,14 @@ const Step& Scheduler::plan() {
   if (!preempted) admit_waiting(budget);
   if (planned.sequences.empty()) return planned.step;
 
+  // Nothing fails from here on.
+  for (const ScheduledSequence& part : planned.sequences) {
+    part.sequence->last_step = step_number_;
+    part.sequence->num_planned += part.num_tokens;
+    part.sequence->num_pending += part.samples;
+    planned.step.num_samples += part.samples;
+  }
+
   // An empty step is not sent, so freed rows are reported by the first one that is not.
   planned.freed_rows.swap(unreported_rows_);
   for (RowId row : planned.freed_rows) row_unreported_[static_cast<size_t>(row)] = false;
@@ -185,7 +193,7 @@ bool Scheduler::schedule_running(int32_t& budget) {
         preempt(victim);
       }
     }
-    schedule(s, num_tokens, num_tokens == remaining, false);
+    planned_->sequences.emplace_back(s, s->num_planned, num_tokens, num_tokens == remaining, false);
     budget -= num_tokens;
   }
   return preempted;
@@ -214,7 +222,7 @@ void Scheduler::admit_waiting(int32_t& budget) {
     num_passed = blocked_.size();
     const int32_t remaining = num_remaining(*s);
     const int32_t num_tokens = std::min({remaining, max_chunk(), budget});
-    schedule(s, num_tokens, num_tokens == remaining, true);
+    planned_->sequences.emplace_back(s, s->num_planned, num_tokens, num_tokens == remaining, true);
     budget -= num_tokens;
   }
   for (size_t i = 0; i < num_passed; ++i) ++blocked_[i]->num_passed_over;
@@ -261,16 +269,6 @@ Scheduler::ForkResult Scheduler::try_fork(Sequence* sequence, int32_t headroom) 
   const bool grown = cache_.grow(s.block_table, s.num_tokens());
   VL_ASSERT(grown);
   return ForkResult::kDone;
-}
-
-// Inline: as a call it costs a decode 30 instructions, a quarter of its planning.
-inline void Scheduler::schedule(Sequence* sequence, int32_t num_tokens, bool samples, bool new_row) {
-  Sequence& s = *sequence;
-  planned_->sequences.emplace_back(sequence, s.num_planned, num_tokens, samples, new_row);
-  planned_->step.num_samples += samples;
-  s.last_step = step_number_;
-  s.num_planned += num_tokens;
-  s.num_pending += samples;
 }
 
 void Scheduler::commit(std::span<const TokenId> sampled) {

@@ -185,7 +185,6 @@ class Scheduler {
   size_t index_of_step(int32_t i) const {
     return static_cast<size_t>((oldest_step_ + i) % kMaxStepsInFlight);
   }
-  void schedule(Sequence* sequence, int32_t num_tokens, bool samples, bool new_row);
   void preempt(Sequence* sequence);
   void back_to_waiting(Sequence* sequence);
   void give_back(Sequence* sequence);
@@ -210,7 +209,7 @@ class Scheduler {
   int32_t num_in_flight_ = 0;
   int32_t oldest_step_ = 0;  // index of the oldest step in flight, or of the next
   std::array<PlannedStep, kMaxStepsInFlight> steps_;
-  PlannedStep* planned_ = nullptr;  // the step that plan() is making, or made last
+  PlannedStep* planned_ = nullptr;      // the step that plan() is making, or made last
   std::vector<RowId> free_rows_;        // a stack: the row freed last is warm
   std::vector<RowId> unreported_rows_;  // freed, in no step yet
   std::vector<bool> row_unreported_;    // row -> is in unreported_rows_
