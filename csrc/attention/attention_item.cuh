@@ -23,8 +23,8 @@ __device__ __forceinline__ PlanHeader plan_header(const KernelArgs& args) {
   return {words.x, words.y, words.z, {}};
 }
 __device__ __forceinline__ PlanItem plan_item(const KernelArgs& args, int index) {
-  const int4* words = reinterpret_cast<const int4*>(args.params.plan + kPlanHeaderWords +
-                                                    index * kPlanItemWords);
+  const int4* words =
+      reinterpret_cast<const int4*>(args.params.plan + kPlanHeaderWords + index * kPlanItemWords);
   const int4 a = __ldg(words), b = __ldg(words + 1);
   return {a.x, a.y, a.z, a.w, b.x, b.y, {}};
 }
@@ -33,18 +33,21 @@ __device__ __forceinline__ PlanItem plan_item(const KernelArgs& args, int index)
 struct ItemView {
   PlanItem item;
   int kv_head;
-  int first_token;     // of the sequence, in query
-  int first_position;  // of that token
-  int num_rows;        // of the sequence; 0: nothing to do
+  int first_token;             // of the sequence, in query
+  int first_position;          // of that token
+  int num_rows;                // of the sequence; 0: nothing to do
   const int32_t* block_table;  // nullptr: no such row
-  int64_t partial_begin;       // partial row of the item's first range
 
   __device__ __forceinline__ ItemView(const KernelArgs& args, const PlanItem& plan_item, int head)
-      : item(plan_item), kv_head(head), first_token(0), first_position(0), num_rows(0),
-        block_table(nullptr), partial_begin(0) {
+      : item(plan_item),
+        kv_head(head),
+        first_token(0),
+        first_position(0),
+        num_rows(0),
+        block_table(nullptr) {
     const PagedAttentionParams& params = args.params;
-    const int64_t partial_rows = static_cast<int64_t>(item.range_end - item.range_begin) *
-                                 (item.row_end - item.row_begin);
+    const int64_t partial_rows =
+        static_cast<int64_t>(item.range_end - item.range_begin) * (item.row_end - item.row_begin);
     if (item.sequence < 0 || item.sequence >= params.num_seqs) return;
     if (item.partial >= 0 && item.partial + partial_rows > kMaxPartialRows) return;
     first_token = __ldg(params.query_start + item.sequence);
@@ -56,7 +59,6 @@ struct ItemView {
     if (row >= 0 && row < params.max_rows) {
       block_table = params.block_tables + row * params.block_table_stride;
     }
-    partial_begin = static_cast<int64_t>(head) * kMaxPartialRows + item.partial;
   }
 
   __device__ __forceinline__ int row_end() const { return min(item.row_end, num_rows); }
@@ -67,6 +69,21 @@ struct ItemView {
                                              int64_t token_stride) const {
     return (first_token + row / args.group) * token_stride +
            static_cast<int64_t>(kv_head * args.group + row % args.group) * args.params.head_size;
+  }
+
+  // The workspace is the sums [num_kv_heads, kMaxPartialRows, head_size], then (maximum, weight)
+  // [num_kv_heads, kMaxPartialRows].
+  __device__ __forceinline__ int64_t partial_row(int range, int row) const {
+    return static_cast<int64_t>(kv_head) * kMaxPartialRows + item.partial +
+           static_cast<int64_t>(range - item.range_begin) * (item.row_end - item.row_begin) + row -
+           item.row_begin;
+  }
+  static __device__ __forceinline__ float* partial_sums(const KernelArgs& args, int64_t partial) {
+    return args.params.workspace + partial * args.params.head_size;
+  }
+  static __device__ __forceinline__ float2* partial_state(const KernelArgs& args, int64_t partial) {
+    const int64_t rows = static_cast<int64_t>(args.params.num_kv_heads) * kMaxPartialRows;
+    return reinterpret_cast<float2*>(partial_sums(args, rows)) + partial;
   }
 };
 
@@ -115,7 +132,9 @@ struct KeyFinder {
 
   __device__ __forceinline__ KeyFinder(const KernelArgs& args, const ItemView& view,
                                        const KeySpan& keys)
-      : params(args.params), block_table(view.block_table), span(keys),
+      : params(args.params),
+        block_table(view.block_table),
+        span(keys),
         block_shift(args.block_shift),
         head_row(static_cast<uint32_t>(view.kv_head) * args.params.block_size),
         value_rows(static_cast<uint32_t>(args.params.num_kv_heads) * args.params.block_size),

@@ -41,9 +41,12 @@ struct WarpItem {
 
   __device__ __forceinline__ WarpItem(const KernelArgs& kernel_args, const ItemView& item_view,
                                       int warp_row, unsigned char* shared)
-      : args(kernel_args), view(item_view), first_row(warp_row),
+      : args(kernel_args),
+        view(item_view),
+        first_row(warp_row),
         span(kernel_args, item_view, warp_row, min(warp_row + kDecodeRows, item_view.row_end())),
-        seen_by_all(span), has_total(false) {
+        seen_by_all(span),
+        has_total(false) {
     if (warp_row < view.row_end()) {
       const int last = min(warp_row + kDecodeRows, view.row_end()) - 1;
       seen_by_all.begin = KeySpan::window_begin(args, view.position(args, last));
@@ -69,6 +72,7 @@ struct WarpItem {
       }
     }
     rows.load_query(query);
+    rows.begin_range();
   }
 
   __device__ __forceinline__ int lane_row(int h) const {
@@ -97,27 +101,14 @@ struct WarpItem {
     if (!is_last) rows.begin_range();
   }
 
-  // For an item none of whose rows sees anything, and for ranges that none sees a part of.
-  __device__ __forceinline__ void finish_unseen(const KeySpan& item_span) {
-    if (view.item.partial >= 0) {
-      for (int range = view.item.range_begin; range < view.item.range_end; ++range) {
-        if ((range + 1) * kRangeTokens <= item_span.begin || range * kRangeTokens >= item_span.end) {
-          write_partial(range);
-        }
-      }
-    } else if (item_span.begin >= item_span.end) {
-      write_out();
-    }
-  }
-
  private:
   __device__ __forceinline__ void write_out() const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = lane_row(h);
       if (row >= view.row_end()) continue;
-      T* out = static_cast<T*>(args.params.out) +
-               view.element(args, row, args.params.out_token_stride);
+      T* out =
+          static_cast<T*>(args.params.out) + view.element(args, row, args.params.out_token_stride);
       const float factor = inverse(rows.weight[h], args.value_factor);
 #pragma unroll
       for (int p = 0; p < Rows::kBlocks; ++p) {
@@ -127,24 +118,16 @@ struct WarpItem {
       }
     }
   }
-  // Workspace: sums [num_kv_heads, kMaxPartialRows, head_size], then (maximum, weight)
-  // [num_kv_heads, kMaxPartialRows].
   __device__ __forceinline__ void write_partial(int range) const {
-    const int64_t begin = view.partial_begin + static_cast<int64_t>(range - view.item.range_begin) *
-                                                   (view.item.row_end - view.item.row_begin);
-    float* sums = args.params.workspace;
-    float* states = sums + static_cast<int64_t>(args.params.num_kv_heads) * kMaxPartialRows *
-                               args.params.head_size;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = lane_row(h);
       if (row >= view.row_end()) continue;
-      const int64_t partial = begin + row - view.item.row_begin;
+      const int64_t partial = view.partial_row(range, row);
       if (lane_index() % 4 == 0) {
-        *reinterpret_cast<float2*>(states + partial * 2) =
-            make_float2(rows.maximum[h], rows.weight[h]);
+        *view.partial_state(args, partial) = make_float2(rows.maximum[h], rows.weight[h]);
       }
-      float* to = sums + partial * kHeadSize;
+      float* to = view.partial_sums(args, partial);
 #pragma unroll
       for (int p = 0; p < Rows::kBlocks; ++p) {
         *reinterpret_cast<float2*>(to + Rows::value_column(p)) = rows.value_pair(p, h);
@@ -152,6 +135,33 @@ struct WarpItem {
     }
   }
 };
+
+// By a warp, for its rows from row_begin on: the results of what none of the item's rows sees.
+// That is the item, where `span` is empty; and ranges of a split one, where it was planned without
+// the window.
+template <typename T, int kHeadSize>
+__device__ __forceinline__ void write_unseen(const KernelArgs& args, const ItemView& view,
+                                             int row_begin, const KeySpan& span) {
+  const int lane = lane_index(), row_end = min(row_begin + kDecodeRows, view.row_end());
+  if (view.item.partial < 0) {
+    if (span.begin < span.end) return;
+    for (int row = row_begin; row < row_end; ++row) {
+      T* out =
+          static_cast<T*>(args.params.out) + view.element(args, row, args.params.out_token_stride);
+      for (int d = lane; d < kHeadSize; d += 32) out[d] = T{};
+    }
+    return;
+  }
+  for (int range = view.item.range_begin; range < view.item.range_end; ++range) {
+    const int begin = range * kRangeTokens;
+    if (max(begin, span.begin) < min(begin + kRangeTokens, span.end)) continue;
+    for (int row = row_begin; row < row_end; ++row) {
+      const int64_t partial = view.partial_row(range, row);
+      if (lane == 0) *view.partial_state(args, partial) = make_float2(-infinity(), 0);
+      for (int d = lane; d < kHeadSize; d += 32) view.partial_sums(args, partial)[d] = 0;
+    }
+  }
+}
 
 // ---- decode
 
@@ -174,13 +184,15 @@ __global__ void __launch_bounds__(32) decode_kernel(const __grid_constant__ Kern
     const ItemView view(args, plan_item(args, i / num_heads), i % num_heads);
     const int num_item_rows = view.row_end() - view.item.row_begin;
     if (num_item_rows <= 0 || num_item_rows > kDecodeRows) continue;
+    KeySpan span(args, view, view.item.row_begin, view.row_end());
+    span.clip(view.item);
+    write_unseen<T, kHeadSize>(args, view, view.item.row_begin, span);
+    const int tile_end = span.tile_end();
+    int tile = span.tile_begin();
+    if (tile >= tile_end) continue;
     WarpItem<T, Kv, kHeadSize, kPlain> warp(args, view, view.item.row_begin,
                                             shared + 2 * Layout::kBytes);
-    warp.finish_unseen(warp.span);
-    KeyFinder finder(args, view, warp.span);
-    const int tile_end = warp.span.tile_end();
-    int tile = warp.span.tile_begin();
-    if (tile >= tile_end) continue;
+    KeyFinder finder(args, view, span);
 
     uint32_t row[2];  // of the tile that is asked for
     int entry[2];     // of the tile after that
@@ -263,13 +275,11 @@ __global__ void __launch_bounds__(32 * kPrefillWarps<kHeadSize>)
   const auto* const cache = static_cast<const unsigned char*>(args.params.kv_cache);
   const int slots = args.ring_slots;
   const int warp_index = static_cast<int>(threadIdx.x) / 32;
-  unsigned char* const warp_shared =
-      shared + slots * Layout::kBytes +
-      warp_index * WarpRows<T, Kv, kHeadSize, kPlain>::kSharedBytes;
+  unsigned char* const warp_shared = shared + slots * Layout::kBytes +
+                                     warp_index * WarpRows<T, Kv, kHeadSize, kPlain>::kSharedBytes;
   // Whether a key of the pass has no place in the cache.
   int* const found_none = reinterpret_cast<int*>(
-      shared + slots * Layout::kBytes +
-      kWarps * WarpRows<T, Kv, kHeadSize, kPlain>::kSharedBytes);
+      shared + slots * Layout::kBytes + kWarps * WarpRows<T, Kv, kHeadSize, kPlain>::kSharedBytes);
   const int num_heads = args.params.num_kv_heads;
   const PlanHeader header = plan_header(args);
   const int count = header.num_prefill_items * num_heads;
@@ -282,9 +292,9 @@ __global__ void __launch_bounds__(32 * kPrefillWarps<kHeadSize>)
       __syncthreads();
       KeySpan block_span(args, view, pass, min(pass + kWarps * kDecodeRows, view.row_end()));
       block_span.clip(view.item);
-      WarpItem<T, Kv, kHeadSize, kPlain> warp(args, view, pass + warp_index * kDecodeRows,
-                                              warp_shared);
-      warp.finish_unseen(block_span);
+      const int first_row = pass + warp_index * kDecodeRows;
+      write_unseen<T, kHeadSize>(args, view, first_row, block_span);
+      WarpItem<T, Kv, kHeadSize, kPlain> warp(args, view, first_row, warp_shared);
       KeyFinder finder(args, view, block_span);
       const int first_tile = block_span.tile_begin();
       const int num_steps = 2 * (block_span.tile_end() - first_tile);
@@ -300,9 +310,9 @@ __global__ void __launch_bounds__(32 * kPrefillWarps<kHeadSize>)
             if (finder.found_none) atomicExch(found_none, 1);
             entry = finder.table_entry((first_tile + step / 2 + 1) * kTileTokens + lane_key);
           }
-          Layout::template copy<kWarpKeys>(
-              shared + (step & (slots - 1)) * Layout::kBytes, warp_index * kWarpKeys, cache,
-              step % 2 == 0 ? row : finder.value_row(row));
+          Layout::template copy<kWarpKeys>(shared + (step & (slots - 1)) * Layout::kBytes,
+                                           warp_index * kWarpKeys, cache,
+                                           step % 2 == 0 ? row : finder.value_row(row));
         }
         device::commit_copies();
       };
@@ -346,8 +356,7 @@ __global__ void __launch_bounds__(32 * kPrefillWarps<kHeadSize>)
 template <typename T, typename Kv, int kHeadSize, bool kPlain>
 void launch_decode(const KernelArgs& args) {
   constexpr int kShared = decode_shared_bytes<T, Kv, kHeadSize>();
-  static const int blocks =
-      persistent_blocks(decode_kernel<T, Kv, kHeadSize, kPlain>, 32, kShared);
+  static const int blocks = persistent_blocks(decode_kernel<T, Kv, kHeadSize, kPlain>, 32, kShared);
   VL_LAUNCH((decode_kernel<T, Kv, kHeadSize, kPlain>), blocks, 32, kShared, args.params.stream,
             args);
 }
@@ -360,7 +369,8 @@ void launch_prefill(KernelArgs args) {
   const int shared_bytes = prefill_shared_bytes<T, Kv, kHeadSize>(slots);
   VL_CHECK(shared_bytes <= device::max_dynamic_shared_bytes(),
            "paged_attention: head size " + std::to_string(kHeadSize) + " needs " +
-               std::to_string(shared_bytes) + " bytes of shared memory per block; this device has " +
+               std::to_string(shared_bytes) +
+               " bytes of shared memory per block; this device has " +
                std::to_string(device::max_dynamic_shared_bytes()));
   static const int blocks =
       persistent_blocks(prefill_kernel<T, Kv, kHeadSize, kPlain>, kThreads, shared_bytes);
@@ -371,8 +381,8 @@ void launch_prefill(KernelArgs args) {
 
 template <typename T, typename Kv, int kHeadSize>
 void launch_items(const KernelArgs& args) {
-  const bool plain = args.params.soft_cap == 0 && args.params.alibi_slopes == nullptr &&
-                     args.factors.scale > 0;
+  const bool plain =
+      args.params.soft_cap == 0 && args.params.alibi_slopes == nullptr && args.factors.scale > 0;
   const auto launch = [&](auto is_plain) {
     constexpr bool kPlain = decltype(is_plain)::value;
     if (has_prefill_items(args.params.num_tokens, args.params.num_seqs)) {

@@ -45,7 +45,8 @@ int64_t choose_part_ranges(const ItemList& list, int64_t num_kv_heads) {
     part = std::min(part, longest);
     int64_t num_items = 0, num_parts = 0, num_partials = 0;
     for (const PlanItem& item : list.items) {
-      const int64_t parts = std::max<int64_t>(1, ceil_div(num_ranges(item), std::max<int64_t>(1, part)));
+      const int64_t parts =
+          std::max<int64_t>(1, ceil_div(num_ranges(item), std::max<int64_t>(1, part)));
       num_items += parts;
       if (parts == 1) continue;
       num_parts += parts;
@@ -102,9 +103,8 @@ void cut_rows(const PlanInput& input, int32_t sequence, int64_t item_rows,
   const int64_t group = input.num_heads / input.num_kv_heads, rows = num_query * group;
   for (int64_t begin = 0; begin < rows; begin += item_rows) {
     const int64_t end = std::min(rows, begin + item_rows);
-    const RangeSpan span =
-        seen_ranges(first_position + begin / group, first_position + (end - 1) / group,
-                    input.sliding_window);
+    const RangeSpan span = seen_ranges(first_position + begin / group,
+                                       first_position + (end - 1) / group, input.sliding_window);
     PlanItem item{};
     item.sequence = sequence;
     item.row_begin = static_cast<int32_t>(begin);
@@ -117,11 +117,11 @@ void cut_rows(const PlanInput& input, int32_t sequence, int64_t item_rows,
 }
 
 void check_input(const PlanInput& input) {
-  VL_CHECK(input.num_kv_heads > 0 && input.num_heads > 0 &&
-               input.num_heads % input.num_kv_heads == 0,
-           "plan_attention: num_heads is " + std::to_string(input.num_heads) +
-               "; it must be a positive multiple of num_kv_heads, " +
-               std::to_string(input.num_kv_heads));
+  VL_CHECK(
+      input.num_kv_heads > 0 && input.num_heads > 0 && input.num_heads % input.num_kv_heads == 0,
+      "plan_attention: num_heads is " + std::to_string(input.num_heads) +
+          "; it must be a positive multiple of num_kv_heads, " +
+          std::to_string(input.num_kv_heads));
   VL_CHECK(input.num_multiprocessors > 0, "plan_attention: num_multiprocessors must be positive");
   VL_CHECK(input.sliding_window >= 0,
            "plan_attention: sliding_window must be positive, or 0 for none");
@@ -142,11 +142,10 @@ int64_t plan_attention(const PlanInput& input, int32_t* plan, int64_t capacity) 
   const int64_t group = input.num_heads / num_kv_heads;
   ItemList decode{num_multiprocessors * kDecodeWarpsPerMultiprocessor, 1, {}};
   ItemList prefill{num_multiprocessors * kPrefillBlocksPerMultiprocessor, kTileCost, {}};
-  const bool with_prefill = has_prefill_items(
-      input.query_start[input.num_seqs] - input.query_start[0], input.num_seqs);
+  const bool with_prefill =
+      has_prefill_items(input.query_start[input.num_seqs] - input.query_start[0], input.num_seqs);
   for (int32_t sequence = 0; sequence < input.num_seqs; ++sequence) {
-    const int64_t rows =
-        (input.query_start[sequence + 1] - input.query_start[sequence]) * group;
+    const int64_t rows = (input.query_start[sequence + 1] - input.query_start[sequence]) * group;
     if (with_prefill && rows > kMaxDecodeRows) {
       cut_rows(input, sequence, kPrefillRows, prefill.items);
     } else {
@@ -181,9 +180,8 @@ int64_t attention_plan_size(int64_t num_tokens, int64_t num_seqs, int32_t num_he
                             int32_t num_kv_heads, int32_t num_multiprocessors) {
   VL_CHECK(num_kv_heads > 0, "attention_plan_size: num_kv_heads must be positive");
   const int64_t whole = num_tokens * (num_heads / num_kv_heads) / kDecodeRows + num_seqs;
-  const int64_t parts =
-      kMaxPartsPerSlot * num_multiprocessors *
-      (kDecodeWarpsPerMultiprocessor + kPrefillBlocksPerMultiprocessor);
+  const int64_t parts = kMaxPartsPerSlot * num_multiprocessors *
+                        (kDecodeWarpsPerMultiprocessor + kPrefillBlocksPerMultiprocessor);
   return kPlanHeaderWords + kPlanItemWords * (2 * whole + parts);  // merges: one per whole item
 }
 

@@ -35,7 +35,10 @@ struct TileLayout {
   static constexpr int kChunks = kRowBytes / 16;
   static constexpr int kBytes = kTileTokens * kRowBytes;
   // Rows of kChunks start in 8 / kSpread of the bank groups, and every kSpread chunks are permuted.
-  static constexpr int kSpread = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : kChunks % 2 == 0 ? 2 : 1;
+  static constexpr int kSpread = kChunks % 8 == 0   ? 8
+                                 : kChunks % 4 == 0 ? 4
+                                 : kChunks % 2 == 0 ? 2
+                                                    : 1;
 
   static __device__ __forceinline__ int offset(int row, int chunk) {
     return (row * kChunks + (chunk ^ (row / (8 / kSpread) % kSpread))) * 16;
@@ -147,7 +150,6 @@ struct WarpRows {
     total = reinterpret_cast<float4*>(shared);
     total_state = reinterpret_cast<float2*>(shared + kBlocks * 32 * 16);
     shared_query = reinterpret_cast<uint4*>(shared + kTotalBytes);
-    begin_range();
   }
 
   __device__ __forceinline__ void begin_range() {
@@ -209,6 +211,7 @@ struct WarpRows {
     }
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
+      if (k % 2 == 0) keep_apart();
       uint32_t a[4];
       if (kQueryInRegisters) {
 #pragma unroll
@@ -319,7 +322,8 @@ struct WarpRows {
       weight_fragment(step, a);
 #pragma unroll
       for (int chunk = 0; chunk < Layout::kChunks; chunk += 2) {
-        for_each_block(values, step, chunk, lane, [&](int block, const uint32_t(&b)[2]) {
+        if (chunk % 8 == 0) keep_apart();
+        for_each_block(values, step, chunk, lane, [&](int block, const uint32_t (&b)[2]) {
           device::mma_16x8x16<T>(sums[block], a, b);
         });
       }
@@ -344,8 +348,7 @@ struct WarpRows {
                             {state[1].x, state[1].y, maximum[1], weight[1]}};
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      // Else the loads of all blocks come first and do not fit into the registers.
-      if (b % 4 == 0) __syncwarp();
+      if (b % 4 == 0) __syncwarp();  // as keep_apart()
       const float4 t = total[b * 32 + lane_index()];
       sums[b][0] = merge[0].apply(t.x, sums[b][0]);
       sums[b][1] = merge[0].apply(t.y, sums[b][1]);
@@ -370,6 +373,11 @@ struct WarpRows {
   }
 
  private:
+  // Between loads from shared memory that would not fit into the registers together.
+  static __device__ __forceinline__ void keep_apart() {
+    if (!kQueryInRegisters) __syncwarp();
+  }
+
   static __device__ __forceinline__ float tanh(float x) {
     return 1.0f - 2.0f / (1.0f + device::exp2_approx(x * (2 * kLog2E)));
   }
@@ -378,13 +386,13 @@ struct WarpRows {
   __device__ __forceinline__ void weight_fragment(int step, uint32_t (&a)[4]) const {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float(&x)[4] = scores[2 * step + j / 2];
+      const float (&x)[4] = scores[2 * step + j / 2];
       a[j] = device::pack<T>(x[j % 2 * 2], x[j % 2 * 2 + 1]);
     }
   }
 
-  // The values of keys 16 * step .. 16 * step + 15 and of a pair of chunks of 16 bytes, as the right
-  // sides of mmas: function(block, b) for each block of eight columns.
+  // The values of keys 16 * step .. 16 * step + 15 and of a pair of chunks of 16 bytes, as the
+  // right sides of mmas: function(block, b) for each block of eight columns.
   template <typename Function>
   static __device__ __forceinline__ void for_each_block(const unsigned char* values, int step,
                                                         int chunk, int lane,
@@ -418,7 +426,7 @@ struct WarpRows {
     for (int step = half * 2; step < half * 2 + 2; ++step) {
 #pragma unroll 2
       for (int chunk = 0; chunk < Layout::kChunks; chunk += 2) {
-        for_each_block(values, step, chunk, lane, [&](int, const uint32_t(&b)[2]) {
+        for_each_block(values, step, chunk, lane, [&](int, const uint32_t (&b)[2]) {
           finite = finite && is_finite_pair(b[0], T{}) && is_finite_pair(b[1], T{});
         });
       }
@@ -451,10 +459,11 @@ struct WarpRows {
         const int step = 2 * kHalf + i;
         uint32_t a[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) a[j] = mine[j % 2] ? (i == 0 ? weights[0][j] : weights[1][j]) : 0;
+        for (int j = 0; j < 4; ++j)
+          a[j] = mine[j % 2] ? (i == 0 ? weights[0][j] : weights[1][j]) : 0;
 #pragma unroll 1
         for (int chunk = 0; chunk < Layout::kChunks; chunk += 2) {
-          for_each_block(values, step, chunk, lane, [&](int block, const uint32_t(&all)[2]) {
+          for_each_block(values, step, chunk, lane, [&](int block, const uint32_t (&all)[2]) {
             uint32_t b[2];
 #pragma unroll
             for (int j = 0; j < 2; ++j) {

@@ -27,23 +27,20 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
     const int item_head = i / kDecodeRows;
     const ItemView view(args, plan_item(args, first_item + item_head / num_heads),
                         item_head % num_heads);
-    const int item_rows = view.item.row_end - view.item.row_begin;
-    const float* const sums = args.params.workspace;
-    const float* const states =
-        sums + static_cast<int64_t>(num_heads) * kMaxPartialRows * kHeadSize;
     for (int row = view.item.row_begin + i % kDecodeRows; row < view.row_end();
          row += kDecodeRows) {
       float maximum = -infinity(), weight = 0;
       float2 total[kPairs] = {};
-      int64_t partial = view.partial_begin + row - view.item.row_begin;
 #pragma unroll 4
       for (int range = view.item.range_begin; range < view.item.range_end; ++range) {
-        const float2 state = __ldg(reinterpret_cast<const float2*>(states) + partial);
+        const int64_t partial = view.partial_row(range, row);
+        const float2 state = __ldg(view.partial_state(args, partial));
+        const auto* sums = reinterpret_cast<const float2*>(view.partial_sums(args, partial));
         float2 part[kPairs] = {};
 #pragma unroll
         for (int p = 0; p < kPairs; ++p) {
           if (p * 32 + lane >= kHeadSize / 2) continue;
-          part[p] = __ldg(reinterpret_cast<const float2*>(sums + partial * kHeadSize) + p * 32 + lane);
+          part[p] = __ldg(sums + p * 32 + lane);
         }
         const Merge merge(maximum, weight, state.x, state.y);
 #pragma unroll
@@ -53,7 +50,6 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
         }
         maximum = merge.maximum;
         weight = merge.weight;
-        partial += item_rows;
       }
       const float factor = inverse(weight, args.value_factor);
       uint32_t* out = reinterpret_cast<uint32_t*>(
@@ -107,8 +103,7 @@ ScoreFactors score_factors(const PagedAttentionParams& params) {
 void check_params(const PagedAttentionParams& params) {
   VL_CHECK(params.dtype != DType::kFloat32,
            "paged_attention: float32 has no CUDA kernel; use bfloat16 or float16");
-  VL_CHECK(params.plan != nullptr,
-           "paged_attention: CUDA needs a plan: see plan_attention");
+  VL_CHECK(params.plan != nullptr, "paged_attention: CUDA needs a plan: see plan_attention");
   const int64_t workspace = attention_workspace_size(params.num_kv_heads, params.head_size);
   VL_CHECK(params.workspace != nullptr && params.workspace_size >= workspace,
            "paged_attention: workspace has " + std::to_string(params.workspace_size) +

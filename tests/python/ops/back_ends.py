@@ -70,6 +70,10 @@ class DeviceOps:
         return call
 
 
+def runs_cuda_kernels() -> bool:
+    return ops._ops is not torch.ops.vllm_lite
+
+
 def make_plan(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
