@@ -68,9 +68,10 @@ VL_DECLARE_ISA_KERNEL(silu_mul, SiluMulParams)
 void silu_mul_cpu(const SiluMulParams& params);
 void silu_mul_cuda(const SiluMulParams& params);
 
-// out[i] = table[token_ids[i]], rounded once. An id of -1 - r stands for the token that row r sampled
-// last, last_tokens[r]: a step can be prepared before the one that gives its tokens is done. An id
-// that leads out of the table or of last_tokens: zeros on CUDA, which cannot raise; on CPU an Error.
+// out[i] = table[token_ids[i]], rounded once. An id of -1 - r stands for the token that row r
+// sampled last, last_tokens[r]: a step can be prepared before the one that gives its tokens is
+// done. An id that leads out of the table or of last_tokens: zeros on CUDA, which cannot raise; on
+// CPU an Error.
 struct EmbeddingParams {
   void* out;                   // [num_tokens, size]
   const void* table;           // [vocab_size, size], contiguous
