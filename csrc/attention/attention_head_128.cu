@@ -4,9 +4,7 @@ namespace vllm_lite {
 namespace attention {
 
 template void launch_items<BFloat16, BFloat16, 128>(const KernelArgs& args);
-template void launch_items<BFloat16, Float8E4M3, 128>(const KernelArgs& args);
 template void launch_items<Float16, Float16, 128>(const KernelArgs& args);
-template void launch_items<Float16, Float8E4M3, 128>(const KernelArgs& args);
 
 }  // namespace attention
 }  // namespace vllm_lite

@@ -171,7 +171,7 @@ int persistent_blocks(Kernel kernel, int threads, int shared_bytes) {
 }
 
 // Launches the decode and prefill items of the plan, not the merges. Instantiated once per head
-// size, in attention_head_<size>.cu.
+// size and kind of cache, in attention_head_<size>[_fp8].cu.
 template <typename T, typename Kv, int kHeadSize>
 void launch_items(const KernelArgs& args);
 

@@ -135,6 +135,7 @@ struct WarpRows {
 
   uint32_t query[kQueryInRegisters ? kSteps : 1][4];
   float scores[kTileTokens / 8][4];
+  uint32_t weights[kTileTokens / 16][4];  // of a tile, as the left sides of mmas
   float sums[kBlocks][4];
   // Of this lane's two rows. `weight` is the lane's part until the range is finished.
   float maximum[2], weight[2];
@@ -296,6 +297,14 @@ struct WarpRows {
       }
       weight[h] = fmaf(weight[h], correction[h], tile_weight);
     }
+#pragma unroll
+    for (int step = 0; step < kTileTokens / 16; ++step) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float (&x)[4] = scores[2 * step + j / 2];
+        weights[step][j] = device::pack<T>(x[j % 2 * 2], x[j % 2 * 2 + 1]);
+      }
+    }
     // The maximum seldom changes after the first tiles; a factor of 1 changes no bit.
     if (__any_sync(kWholeWarp, correction[0] != 1 || correction[1] != 1)) {
 #pragma unroll
@@ -318,13 +327,11 @@ struct WarpRows {
     const int lane = device::opaque(lane_index());
 #pragma unroll
     for (int step = kHalf * 2; step < kHalf * 2 + 2; ++step) {
-      uint32_t a[4];
-      weight_fragment(step, a);
 #pragma unroll
       for (int chunk = 0; chunk < Layout::kChunks; chunk += 2) {
         if (chunk % 8 == 0) keep_apart();
         for_each_block(values, step, chunk, lane, [&](int block, const uint32_t (&b)[2]) {
-          device::mma_16x8x16<T>(sums[block], a, b);
+          device::mma_16x8x16<T>(sums[block], weights[step], b);
         });
       }
     }
@@ -382,15 +389,6 @@ struct WarpRows {
     return 1.0f - 2.0f / (1.0f + device::exp2_approx(x * (2 * kLog2E)));
   }
 
-  // The weights of keys 16 * step .. 16 * step + 15, as the left side of an mma.
-  __device__ __forceinline__ void weight_fragment(int step, uint32_t (&a)[4]) const {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float (&x)[4] = scores[2 * step + j / 2];
-      a[j] = device::pack<T>(x[j % 2 * 2], x[j % 2 * 2 + 1]);
-    }
-  }
-
   // The values of keys 16 * step .. 16 * step + 15 and of a pair of chunks of 16 bytes, as the
   // right sides of mmas: function(block, b) for each block of eight columns.
   template <typename Function>
@@ -445,9 +443,6 @@ struct WarpRows {
 #pragma unroll
       for (int j = 0; j < 4; ++j) copy[block][j] = sums[block][j];
     }
-    uint32_t weights[2][4];
-    weight_fragment(2 * kHalf, weights[0]);
-    weight_fragment(2 * kHalf + 1, weights[1]);
 #pragma unroll 1
     for (int row = 0; row < 16; ++row) {
       const int source = row % 8 * 4;
@@ -460,7 +455,7 @@ struct WarpRows {
         uint32_t a[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          a[j] = mine[j % 2] ? (i == 0 ? weights[0][j] : weights[1][j]) : 0;
+          a[j] = mine[j % 2] ? (i == 0 ? weights[2 * kHalf][j] : weights[2 * kHalf + 1][j]) : 0;
 #pragma unroll 1
         for (int chunk = 0; chunk < Layout::kChunks; chunk += 2) {
           for_each_block(values, step, chunk, lane, [&](int block, const uint32_t (&all)[2]) {

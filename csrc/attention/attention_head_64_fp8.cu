@@ -1,0 +1,10 @@
+#include "attention/attention_kernels.cuh"
+
+namespace vllm_lite {
+namespace attention {
+
+template void launch_items<BFloat16, Float8E4M3, 64>(const KernelArgs& args);
+template void launch_items<Float16, Float8E4M3, 64>(const KernelArgs& args);
+
+}  // namespace attention
+}  // namespace vllm_lite
