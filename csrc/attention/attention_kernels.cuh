@@ -379,6 +379,10 @@ void launch_prefill(KernelArgs args) {
             args.params.stream, args);
 }
 
+// Kernels without soft cap and ALiBi are worth their compile time where most models are.
+template <typename T, typename Kv, int kHeadSize>
+constexpr bool kHasPlain = std::is_same_v<T, Kv> && (kHeadSize == 64 || kHeadSize == 128);
+
 template <typename T, typename Kv, int kHeadSize>
 void launch_items(const KernelArgs& args) {
   const bool plain =
@@ -390,8 +394,8 @@ void launch_items(const KernelArgs& args) {
     }
     launch_decode<T, Kv, kHeadSize, kPlain>(args);
   };
-  if (plain) {
-    launch(std::true_type{});
+  if (kHasPlain<T, Kv, kHeadSize> && plain) {
+    launch(std::bool_constant<kHasPlain<T, Kv, kHeadSize>>{});
   } else {
     launch(std::false_type{});
   }
