@@ -17,7 +17,9 @@ import torch
 from vllm_lite import ops
 
 CUDA_BACK_ENDS = ("cuda_on_host", "cuda")
-CUDA_PARAMS = ["cuda_on_host", pytest.param("cuda", marks=pytest.mark.cuda)]
+CUDA_PARAMS: list[Any] = ["cuda_on_host"]
+if torch.cuda.is_available():
+    CUDA_PARAMS.append(pytest.param("cuda", marks=pytest.mark.cuda))
 PARAMS = [*ops.cpu_isas(), *CUDA_PARAMS]
 ON_HOST = Path(__file__).parents[3] / "build/dev/tests/cuda_on_host/_ops_cuda_on_host.so"
 
