@@ -14,10 +14,11 @@ import transformers
 from gguf import GGMLQuantizationType as Type
 
 from checkpoints import PagedRunner, load, make_model, prompt, reference_logits
+from vllm_lite.config import resolve_dtype_name
 from vllm_lite.gguf_file import GgufFile
 from vllm_lite.model_config import load_model_config
 from vllm_lite.model_files import ModelFiles, find_model
-from vllm_lite.models import load_model, resolve_dtype
+from vllm_lite.models import load_model
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -97,7 +98,7 @@ def test_tensor_types(kind: Type, tmp_path: Path) -> None:
     config = load_model_config(files)
     names = {Type.F32: "float32", Type.F16: "float16", Type.BF16: "bfloat16"}
     assert config.checkpoint_dtype == names.get(kind, "quantized")
-    assert resolve_dtype("auto", config) == getattr(torch, names.get(kind, "bfloat16"))
+    assert resolve_dtype_name("auto", config) == names.get(kind, "bfloat16")
     check(reference, files)
 
 
@@ -294,9 +295,7 @@ def test_smollm2_computes_as_transformers_on_its_decoded_weights(smollm2: ModelF
 def test_loading_reports_progress_to_the_last_byte(smollm2: ModelFiles) -> None:
     calls: list[tuple[int, int]] = []
     config = load_model_config(smollm2)
-    model = load_model(
-        smollm2, config, resolve_dtype("auto", config), 8192, lambda *call: calls.append(call)
-    )
+    model = load_model(smollm2, config, torch.bfloat16, 8192, lambda *call: calls.append(call))
     assert model.dtype == torch.bfloat16
     with GgufFile(smollm2.path) as file:
         total = sum(tensor.num_bytes for tensor in file.tensors.values())
