@@ -50,7 +50,9 @@ def test_every_parameter_is_filled_exactly_once(family: str, tied: bool, tmp_pat
     """Slots do not overlap, have names of their own and cover every parameter."""
     reference = make_model(family, tie_word_embeddings=tied)
     config = load_model_config(save(reference, tmp_path))
-    slots: list[Slot] = list(LlamaForCausalLM(config, torch.float32, 64).slots())
+    slots: list[Slot] = list(
+        LlamaForCausalLM(config, torch.float32, 64, torch.device("cpu")).slots()
+    )
     assert {slot.name for slot in slots} == {name for name, _ in reference.named_parameters()}
     spans = sorted((slot.target.data_ptr(), slot.target.nbytes) for slot in slots)
     assert all(a + size <= b for (a, size), (b, _) in pairwise(spans))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ops.back_ends import CUDA_BACK_ENDS, make_plan, use
+from ops.back_ends import CUDA_PARAMS, make_plan, use
 from ops.test_attention import (
     TOLERANCE,
     Sequence,
@@ -20,13 +20,8 @@ from ops.test_attention import (
 )
 from vllm_lite import ops
 
-PARAMS = [
-    pytest.param(name, marks=pytest.mark.cuda) if name == "cuda" else name
-    for name in CUDA_BACK_ENDS
-]
 
-
-@pytest.fixture(params=PARAMS, autouse=True)
+@pytest.fixture(params=CUDA_PARAMS, autouse=True)
 def back_end(request: pytest.FixtureRequest) -> Iterator[str]:
     with use(request.param):
         yield request.param
