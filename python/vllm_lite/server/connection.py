@@ -11,8 +11,8 @@ from vllm_lite.server.errors import ApiError, bad_request, unavailable
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers
 # Until a request is complete, every period of so many seconds must bring so many bytes of it.
-STALL_SECONDS = 30.0
-LEAST_BYTES = 128 << 10
+STALL_SECONDS = 15.0
+LEAST_BYTES = 64 << 10
 # How long a refused client may go on sending before it is cut off. Cut off at once it might not see
 # the answer: the kernel drops that when more arrives for a socket that is closed.
 _LINGER = 1.0
@@ -31,7 +31,7 @@ class Connection(HttpToolsProtocol):
     answer. So reading never has to pause for it, and a client that leaves is noticed at once.
     """
 
-    _allowance = MAX_HEAD_BYTES  # bytes that may come before the head or a piece of body is complete
+    _allowance = MAX_HEAD_BYTES  # bytes that may come until the head or some body is complete
     _deaf = False  # what comes is dropped
     _received = 0  # bytes in this period
     _timer: asyncio.TimerHandle | None = None  # set while a request is incomplete
@@ -49,8 +49,9 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
-        while data and not self._deaf:
-            piece, data = data[: self._allowance], data[self._allowance :]
+        rest = memoryview(data)
+        while rest and not self._deaf:
+            piece, rest = rest[: self._allowance], rest[self._allowance :]
             self._allowance -= len(piece)
             try:
                 self.parser.feed_data(piece)

@@ -81,7 +81,9 @@ def test_an_endless_head_is_refused(live: LiveServer, begin: bytes, more: bytes)
 
 def test_the_bound_of_a_head_is_exact(live: LiveServer) -> None:
     end = b"Connection: close\r\n\r\n"
-    fits = HEALTH + b"X: " + b"a" * (MAX_HEAD_BYTES - len(HEALTH + b"X: \r\n" + end)) + b"\r\n" + end
+    fits = (
+        HEALTH + b"X: " + b"a" * (MAX_HEAD_BYTES - len(HEALTH + b"X: \r\n" + end)) + b"\r\n" + end
+    )
     with open_socket(live.port) as client:
         client.sendall(fits)
         assert statuses(read_all(client)) == [200]
@@ -146,7 +148,7 @@ def test_a_request_that_does_not_go_on_times_out(
 def test_stalled_and_trickling_bodies_give_their_room_back(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "STALL_SECONDS", 1.0)
+    monkeypatch.setattr(connection, "STALL_SECONDS", 3.0)
     size = 1 << 20
     options = ServerOptions(max_body_bytes=size, max_pending_body_bytes=2 * size)
     server = LiveServer(engine, options)
@@ -160,7 +162,7 @@ def test_stalled_and_trickling_bodies_give_their_room_back(
         flood(stalled[0], b" ", 1)
         return call(server.port, "POST", "/v1/completions", request)[0] == 200
 
-    wait_until(has_room)
+    wait_until(has_room, 10)
     for client in stalled:
         client.close()
     server.close()
