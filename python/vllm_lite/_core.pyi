@@ -196,4 +196,4 @@ class EngineCore:
     def check_invariants(self) -> None: ...
 
 def exit_when_hung_up(fd: int, exit_code: int, directory: str = "") -> None:
-    """Ends this process when the peer of the connected socket is gone, and removes ``directory``."""
+    """Ends this process when the peer of the connected socket is gone; removes ``directory``."""
