@@ -352,7 +352,7 @@ def test_names_keys_and_memory_limit(start: Start) -> None:
         assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 600
         client.get("/health?source=probe")
         answer = client.post("/v1/completions", json={**body, "n": 3})
-        assert answer.status_code == 400 and "max_num_waiting is 2" in answer.text
+        assert answer.status_code == 400 and "limit is 2 (max_num_waiting)" in answer.text
         check_full_queue(client, body)
         server.wait_idle(client)
     server.signal(signal.SIGTERM)
