@@ -27,8 +27,8 @@ def compile_kernels(source: Path) -> str:
     """What ptxas says of a file's kernels. Raises CalledProcessError if it does not compile."""
     with tempfile.TemporaryDirectory() as directory:
         done = subprocess.run(
-            ["nvcc", "-std=c++20", "-O3", ARCHITECTURE, "--fmad=false", "-I", ROOT / "csrc", "-Xptxas=-v",
-             "-c", source, "-o", Path(directory) / "kernels.o"],
+            ["nvcc", "-std=c++20", "-O3", "--fmad=false", ARCHITECTURE, "-Xptxas=-v",
+             "-I", ROOT / "csrc", "-c", source, "-o", Path(directory) / "kernels.o"],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
     if done.returncode != 0:

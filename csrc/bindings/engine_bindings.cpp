@@ -10,7 +10,9 @@
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -213,13 +215,16 @@ void bind_engine_core(py::module_& m) {
 
 // Ends this process when the peer of the connected socket is gone: when the parent is, however it
 // went. Reads nothing. A thread of its own, so that it works whatever the interpreter is doing.
-void exit_when_hung_up(int fd, int exit_code) {
+// Before that it removes `directory`, if one is given: what the parent can no longer remove.
+void exit_when_hung_up(int fd, int exit_code, const std::string& directory) {
   // poll() would take it for a peer that is gone.
   VL_CHECK(::fcntl(fd, F_GETFD) >= 0, "fd is " + std::to_string(fd) + ": not an open descriptor");
-  std::thread([fd, exit_code] {
+  std::thread([fd, exit_code, directory] {
     pollfd watched{fd, POLLRDHUP, 0};
     while (::poll(&watched, 1, -1) < 0 && errno == EINTR) {
     }
+    std::error_code ignored;
+    if (!directory.empty()) std::filesystem::remove_all(directory, ignored);
     ::_exit(exit_code);
   }).detach();
 }
@@ -235,5 +240,6 @@ PYBIND11_MODULE(_core, m) {
   vllm_lite::bind_engine_core(m);
   m.def("make_token_table", &vllm_lite::make_token_table, py::arg("bytes"), py::arg("offsets"),
         py::arg("kinds"), py::arg("decoding"));
-  m.def("exit_when_hung_up", &vllm_lite::exit_when_hung_up, py::arg("fd"), py::arg("exit_code"));
+  m.def("exit_when_hung_up", &vllm_lite::exit_when_hung_up, py::arg("fd"), py::arg("exit_code"),
+        py::arg("directory") = "");
 }

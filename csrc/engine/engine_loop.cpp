@@ -24,9 +24,10 @@ void EngineCore::publish_outputs() {
   bool notify = false;
   {
     std::lock_guard lock(outbox_mutex_);
-    const bool changed = stats.num_running != stats_.num_running ||
-                         stats.num_waiting != stats_.num_waiting ||
-                         stats.kv_used_blocks != stats_.kv_used_blocks;
+    // Also a step that gives nothing is news: clients see that the engine lives.
+    const bool changed =
+        stats.num_steps != stats_.num_steps || stats.num_running != stats_.num_running ||
+        stats.num_waiting != stats_.num_waiting || stats.kv_used_blocks != stats_.kv_used_blocks;
     stats_ = stats;
     for (size_t client = 0; client < outbox_.size(); ++client) {
       if (changed) stats_changed_[client] = true;

@@ -7,8 +7,6 @@ torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vllm_lite.version import __version__
-
 if TYPE_CHECKING:
     from vllm_lite.async_engine import AsyncLLMEngine
     from vllm_lite.config import EngineConfig
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
     from vllm_lite.llm import LLM
     from vllm_lite.outputs import CompletionOutput, RequestOutput
     from vllm_lite.sampling_params import RequestOutputKind, SamplingParams
+    from vllm_lite.version import __version__
 
 _HOMES = {
     "AsyncEngineArgs": ("vllm_lite.config", "EngineConfig"),
@@ -31,6 +30,7 @@ _HOMES = {
     "RequestOutput": ("vllm_lite.outputs", "RequestOutput"),
     "RequestOutputKind": ("vllm_lite.sampling_params", "RequestOutputKind"),
     "SamplingParams": ("vllm_lite.sampling_params", "SamplingParams"),
+    "__version__": ("vllm_lite.version", "__version__"),
 }
 
 __all__ = [

@@ -198,5 +198,5 @@ class EngineCore:
     def stats(self) -> EngineStats: ...
     def check_invariants(self) -> None: ...
 
-def exit_when_hung_up(fd: int, exit_code: int) -> None:
-    """Ends this process when the peer of the connected socket is gone."""
+def exit_when_hung_up(fd: int, exit_code: int, directory: str = "") -> None:
+    """Ends this process when the peer of the connected socket is gone; removes ``directory``."""

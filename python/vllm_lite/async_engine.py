@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Self
 
@@ -13,12 +14,45 @@ from vllm_lite.errors import EngineDeadError
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.outputs import RequestOutput
 from vllm_lite.requests import Prompt
-from vllm_lite.sampling_params import SamplingParams
+from vllm_lite.sampling_params import RequestOutputKind, SamplingParams
 from vllm_lite.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-_Item = tuple[RequestOutput, Exception | None] | EngineDeadError
+
+class _Mailbox:
+    """What one request has given and its iterator has not taken: never more than one output.
+
+    New deltas are joined to those that wait; any other output has all that the one before it has.
+    """
+
+    def __init__(self, kind: RequestOutputKind) -> None:
+        self._is_delta = kind is RequestOutputKind.DELTA
+        self._output: RequestOutput | None = None
+        self._error: Exception | None = None
+        self._has_news = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        if self._is_delta and self._output is not None:
+            self._output.append(output)
+        else:
+            self._output = output
+        self._has_news.set()
+
+    def fail(self, error: Exception) -> None:
+        """Raised once the output that waits has been taken."""
+        self._error = error
+        self._has_news.set()
+
+    async def get(self) -> RequestOutput:
+        await self._has_news.wait()
+        output, self._output = self._output, None
+        if output is None:
+            assert self._error is not None
+            raise self._error
+        if self._error is None:
+            self._has_news.clear()
+        return output
 
 
 class AsyncLLMEngine:
@@ -56,7 +90,8 @@ class AsyncLLMEngine:
         self.model_config = engine.model_config
         self.config = engine.config
         self._client = engine.client
-        self._queues: dict[str, asyncio.Queue[_Item]] = {}
+        self._mailboxes: dict[str, _Mailbox] = {}
+        self._last_news = 0.0  # of the engine core, or of requests after none
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched_fds: list[int] = []
         self._idle = asyncio.Event()
@@ -73,32 +108,33 @@ class AsyncLLMEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields outputs of the kind that ``sampling_params.output_kind`` asks for.
 
-        Leaving the iterator in any way before its end aborts the request. Raises ``ValueError`` for
-        a bad request, ``QueueFullError`` if the waiting queue is full, ``EngineDeadError`` if the
-        engine is gone and ``EngineError`` if this request failed.
+        The request goes on while nobody takes its outputs: what waits is one output, with deltas
+        joined, and so never more than the whole answer. Leaving the iterator in any way before its
+        end aborts the request.
+
+        Raises ``ValueError`` for a bad request, ``QueueFullError`` if the waiting queue is full,
+        ``EngineDeadError`` if the engine is gone and ``EngineError`` if this request failed.
         """
         if self._dead is not None:
             raise EngineDeadError(self._dead)
+        self.engine.check_usable()
         self._use_running_loop()
         request_id = f"request-{next(self._ids)}" if request_id is None else request_id
         self.engine.add_request(request_id, prompt, sampling_params, priority)
-        queue: asyncio.Queue[_Item] = asyncio.Queue()
-        self._queues[request_id] = queue
+        if not self._mailboxes:
+            self._last_news = time.monotonic()
+        mailbox = _Mailbox(sampling_params.output_kind)
+        self._mailboxes[request_id] = mailbox
         self._idle.clear()
         finished = False
         try:
             while not finished:
-                item = await queue.get()
-                if isinstance(item, EngineDeadError):
-                    raise item
-                output, error = item
+                output = await mailbox.get()
                 finished = output.finished
-                if error is not None:
-                    raise error
                 yield output
         finally:
             # After abort() the id may already be another request's.
-            if self._queues.get(request_id) is queue:
+            if self._mailboxes.get(request_id) is mailbox:
                 self._forget(request_id)
                 if not finished:
                     self.engine.abort_request(request_id)
@@ -106,16 +142,23 @@ class AsyncLLMEngine:
     async def abort(self, request_id: str) -> None:
         """Ends a request: its iterator gives what there is, finish_reason "abort", and stops."""
         output = self.engine.end_request(request_id)
-        queue = self._queues.get(request_id)
-        if output is None or queue is None:
+        mailbox = self._mailboxes.get(request_id)
+        if output is None or mailbox is None:
             return
         self._forget(request_id)
-        queue.put_nowait((output, None))
+        mailbox.put(output)
 
     def health(self) -> str | None:
-        """None: healthy; else why not."""
+        """None: healthy; else why not.
+
+        An engine core that gives no news of its work for longer than a step may take
+        (``step_timeout``) is not healthy, though it may come back.
+        """
         if self._dead is None and (reason := self._client.death_reason()) is not None:
             self.declare_dead(reason)
+        silence = time.monotonic() - self._last_news
+        if self._dead is None and self._mailboxes and silence > self.config.step_timeout:
+            return f"the engine core has given no news for {silence:.0f} s, with requests running"
         return self._dead
 
     def stats(self) -> EngineStats:
@@ -131,8 +174,8 @@ class AsyncLLMEngine:
             return
         self._dead = reason
         self._leave_loop()
-        for queue in self._queues.values():
-            queue.put_nowait(EngineDeadError(reason))
+        for mailbox in self._mailboxes.values():
+            mailbox.fail(EngineDeadError(reason))
 
     def close(self) -> None:
         """Ends the engine's processes. Harmless when called again."""
@@ -140,8 +183,8 @@ class AsyncLLMEngine:
         self.engine.close()
 
     def _forget(self, request_id: str) -> None:
-        del self._queues[request_id]
-        if not self._queues:
+        del self._mailboxes[request_id]
+        if not self._mailboxes:
             self._idle.set()
 
     # --- reading ----------------------------------------------------------------------------------
@@ -152,12 +195,12 @@ class AsyncLLMEngine:
         if self._loop is loop:
             return
         if self._loop is not None:
-            if self._queues and not self._loop.is_closed():
+            if self._mailboxes and not self._loop.is_closed():
                 raise RuntimeError("the engine has requests that run in another event loop")
             self._leave_loop()
             # What a closed loop left behind: nobody waits for it.
-            self.engine.abort_request(list(self._queues))
-            self._queues.clear()
+            self.engine.abort_request(list(self._mailboxes))
+            self._mailboxes.clear()
         # An event belongs to the loop that first waits for it.
         self._idle = asyncio.Event()
         self._idle.set()
@@ -179,10 +222,15 @@ class AsyncLLMEngine:
             return
         try:
             while (news := self._client.receive_now()) is not None:
+                self._last_news = time.monotonic()
                 for output, error in self.engine.process(news):
-                    queue = self._queues.get(output.request_id)
-                    if queue is not None:
-                        queue.put_nowait((output, error))
+                    mailbox = self._mailboxes.get(output.request_id)
+                    if mailbox is None:
+                        continue
+                    if error is None:
+                        mailbox.put(output)
+                    else:
+                        mailbox.fail(error)
             self._client.check_alive()
         except EngineDeadError as error:
             self.declare_dead(str(error))

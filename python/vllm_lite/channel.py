@@ -65,18 +65,24 @@ class Channel:
 
 
 class Child:
-    """A child process started as ``python -m <module>`` and the parent's end of its channel."""
+    """A child process started as ``python -m <module>`` and the parent's end of its channel.
+
+    ``directory``: the child removes it if the parent ends without having done so.
+    """
 
     def __init__(
         self,
         role: str,
         module: str,
         pass_fds: tuple[int, ...] = (),
+        directory: Path | None = None,
     ) -> None:
         self.role = role
         ours, theirs = socket.socketpair()
         try:
             command = [sys.executable, "-P", "-m", module, "--channel-fd", str(theirs.fileno())]
+            if directory is not None:
+                command += ["--directory", str(directory)]
             # A session of its own: a terminal's Ctrl-C goes to the parent alone, which then ends
             # its children in order.
             self.process = subprocess.Popen(
@@ -113,6 +119,19 @@ class Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def open_standard_fds() -> None:
+    """Opens on /dev/null what of standard input, output and error the program was started without.
+
+    Otherwise the next descriptors get these numbers, and a child's are replaced at its start.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.set_inheritable(fd, True)
 
 
 def stop_all(children: list[Child]) -> None:
@@ -168,7 +187,9 @@ def connect_to_parent() -> Channel:
         description="A child process of vllm_lite; not for use by hand."
     )
     parser.add_argument("--channel-fd", type=int, required=True)
-    fd = parser.parse_args().channel_fd
+    parser.add_argument("--directory", default="")
+    options = parser.parse_args()
+    fd = options.channel_fd
     os.set_inheritable(fd, False)
-    _core.exit_when_hung_up(fd, 0)
+    _core.exit_when_hung_up(fd, 0, options.directory)
     return Channel(socket.socket(fileno=fd))

@@ -26,6 +26,9 @@ _RESERVED = frozenset(
         "template",
     }
 )
+# Of objects and lists in messages, tools and template arguments. Far below what the interpreter's
+# stack bears, far above what a schema needs.
+MAX_NESTING = 100
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -104,11 +107,14 @@ def render(
             "continue_final_message needs add_generation_prompt=false: the prompt either goes on "
             "with the last message or begins a new one"
         )
+    for name, value in kwargs.items():
+        check_nesting(value, name)
     chat = _normalize(messages)
     last_content = _tag_last_message(chat) if continue_final_message else ""
     if tools is not None:
         if isinstance(tools, str) or not all(isinstance(tool, Mapping) for tool in tools):
             raise ChatTemplateError("tools must be a list of objects")
+        check_nesting(tools, "tools")
         tools = _plain(list(tools), "tools")
     variables = {"documents": None} | {name: _plain(value, name) for name, value in kwargs.items()}
     variables |= dict(special_tokens)
@@ -154,6 +160,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise ChatTemplateError(
             f"{where} must be an object with role and content, got {message!r:.80}"
         )
+    check_nesting(message, where)
     plain: dict[str, Any] = {k: v for k, v in _plain(message, where).items() if v is not None}
     if not isinstance(plain.get("role"), str):
         raise ChatTemplateError(f"{where}.role must be a string, got {plain.get('role')!r:.80}")
@@ -166,10 +173,11 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         if isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ChatTemplateError(
                     f"{where}.tool_calls[{i}].function.arguments is not valid JSON: {error}"
                 ) from error
+            check_nesting(function["arguments"], f"{where}.tool_calls[{i}].function.arguments")
     # Templates read a message's reasoning under one name or the other.
     reasoning = next((plain[name] for name in _REASONING_FIELDS if name in plain), None)
     if reasoning is not None:
@@ -193,6 +201,16 @@ def _content_text(content: Any, where: str) -> str:
             raise ChatTemplateError(f"{where}[{i}].text must be a string")
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def check_nesting(value: Any, where: str, levels: int = MAX_NESTING) -> None:
+    """Raises ChatTemplateError where objects and lists lie in each other too deeply."""
+    if not isinstance(value, (Mapping, list, tuple)):
+        return
+    if levels == 0:
+        raise ChatTemplateError(f"{where} is nested more than {MAX_NESTING} levels deep")
+    for item in value.values() if isinstance(value, Mapping) else value:
+        check_nesting(item, where, levels - 1)
 
 
 def _plain(value: Any, where: str) -> Any:

@@ -14,9 +14,12 @@ def main() -> None:
     arguments = sys.argv[1:]
     # Only what the command needs is imported: --version is to answer at once.
     if arguments and arguments[0] == "serve":
-        from vllm_lite.serve import main as serve
+        try:
+            from vllm_lite.serve import main as serve
 
-        sys.exit(serve(arguments[1:]))
+            sys.exit(serve(arguments[1:]))
+        except KeyboardInterrupt:  # before the server takes its signals over
+            sys.exit(130)
     if arguments in (["--version"], ["-V"]):
         from vllm_lite.version import __version__
 

@@ -23,6 +23,7 @@ _NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second under WSL
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 _LONGEST_STEP = 1e9
+_MOST = {"kv_cache_memory": _INT64_MAX, "max_num_seqs": 65536}  # others: _INT32_MAX
 _LEAST = {
     "max_model_len": 1,
     "max_num_seqs": 1,
@@ -75,7 +76,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            most = _INT64_MAX if name == "kv_cache_memory" else _INT32_MAX
+            most = _MOST.get(name, _INT32_MAX)
             if type(value) is not int or not least <= value <= most:
                 raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}")
         for name, choices in _CHOICES.items():
@@ -133,12 +134,18 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if memory is None and device == "cpu":
             memory = DEFAULT_KV_CACHE_MEMORY
         num_blocks = None if memory is None else memory // block_bytes
+        if num_blocks is not None and num_blocks > _INT32_MAX:
+            raise ValueError(
+                f"kv_cache_memory {memory} makes {num_blocks} blocks, and the limit is "
+                f"{_INT32_MAX}: set --kv-cache-memory to at most {_INT32_MAX * block_bytes}"
+            )
         if num_blocks is not None and num_blocks * self.block_size < max_model_len:
             needed = -(-max_model_len // self.block_size) * block_bytes
+            shorter = f"--max-model-len to at most {num_blocks * self.block_size}, or "
             raise ValueError(
                 f"one request of max_model_len {max_model_len} tokens needs {needed} bytes of "
-                f"KV cache, and kv_cache_memory is {memory}: set --max-model-len to at most "
-                f"{num_blocks * self.block_size}, or --kv-cache-memory to at least {needed}"
+                f"KV cache, and kv_cache_memory is {memory}: set {shorter if num_blocks else ''}"
+                f"--kv-cache-memory to at least {needed}"
             )
         async_scheduling = self.async_scheduling
         if async_scheduling is None:

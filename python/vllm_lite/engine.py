@@ -2,6 +2,7 @@
 stand on it.
 """
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
@@ -95,6 +96,7 @@ class Engine:
         self._next_key = client.client_id << CLIENT_SHIFT
         self._core_stats = CoreStats()
         self._closed = False
+        self._owner_pid = os.getpid()
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -105,7 +107,7 @@ class Engine:
 
         priority: lower runs first, under scheduling_policy "priority".
         """
-        self._check_open()
+        self.check_usable()
         if request_id in self._keys:
             raise ValueError(f"request_id {request_id!r} is already in use")
         if type(priority) is not int or not _INT32_MIN <= priority <= _INT32_MAX:
@@ -125,12 +127,16 @@ class Engine:
     def check_request(
         self, prompt: Prompt, params: SamplingParams
     ) -> tuple[str | None, list[int], str]:
-        """(text, token ids, cache salt) of a prompt; ``ValueError`` if it cannot be run."""
-        self._check_open()
+        """(text, token ids, cache salt) of a prompt; ``ValueError`` if it cannot be run,
+        ``TypeError`` if ``params`` are no ``SamplingParams``.
+        """
+        self.check_usable()
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         text, ids, salt = tokenize_prompt(prompt, self.tokenizer)
         vocab_size = self.model_config.vocab_size
         check_prompt_ids(ids, params.max_tokens, vocab_size, self.max_model_len)
-        params.validate_for(vocab_size)
+        params.validate_for(vocab_size, self._eos_token_ids)
         if params.n > self.config.max_num_waiting:
             raise ValueError(
                 f"n is {params.n}, and all samples wait at once: max_num_waiting is "
@@ -167,7 +173,7 @@ class Engine:
         ``EngineDeadError`` if the engine is gone. An exception such as KeyboardInterrupt aborts
         every request, since outputs may be lost.
         """
-        self._check_open()
+        self.check_usable()
         if not self._requests:
             return []
         try:
@@ -225,17 +231,23 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Frees the model and ends what was started. Harmless when called again."""
-        if self._closed:
+        """Frees the model and ends what was started. Harmless when called again, and in a fork."""
+        if self._closed or os.getpid() != self._owner_pid:
             return
         self._closed = True
         self._requests.clear()
         self._keys.clear()
         self.client.close()
 
-    def _check_open(self) -> None:
+    def check_usable(self) -> None:
+        """Raises RuntimeError in an engine that is closed or another process's."""
         if self._closed:
             raise RuntimeError("the engine is closed")
+        if os.getpid() != self._owner_pid:
+            raise RuntimeError(
+                f"the engine belongs to process {self._owner_pid}, of which this one "
+                f"({os.getpid()}) is a fork: make an engine in the process that uses it"
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from vllm_lite.engine import Engine
+from vllm_lite.errors import EngineDeadError
 from vllm_lite.outputs import RequestOutput
 from vllm_lite.requests import Prompt
 from vllm_lite.sampling_params import RequestOutputKind, SamplingParams
@@ -29,7 +30,8 @@ class LLM:
         with _LoadingBar() as update:
             self.engine = Engine(model, progress=update, **options)
         self._ids = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._closed = False
 
     def generate(
         self,
@@ -44,14 +46,17 @@ class LLM:
         of these; sampling_params: one for all, or one per prompt.
 
         Raises ``ValueError`` for a prompt or parameter that cannot be run (nothing is generated
-        then). A request that failed while it ran has finish_reason "error" and says why in
-        ``error``.
+        then), ``TypeError`` for what is no ``SamplingParams``, ``EngineDeadError`` when another
+        thread closes the engine meanwhile. A request that failed while it ran has finish_reason
+        "error" and says why in ``error``.
         """
         prompt_list = _as_list(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
             params = [sampling_params] * len(prompt_list)
+        elif isinstance(sampling_params, Mapping):
+            raise TypeError("sampling_params must be SamplingParams or a list of them, got a dict")
         else:
             params = list(sampling_params)
         if len(params) != len(prompt_list):
@@ -100,7 +105,10 @@ class LLM:
         return SamplingParams(**defaults)
 
     def close(self) -> None:
-        self.engine.close()
+        """Frees the model; what another thread generates ends with ``EngineDeadError`` first."""
+        self._closed = True
+        with self._lock:
+            self.engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -137,6 +145,8 @@ class LLM:
                     final = replace(params[index], output_kind=RequestOutputKind.FINAL_ONLY)
                     self.engine.add_request(ids[index], checked[index], final, priorities[index])
                     in_flight += final.n
+                if self._closed:
+                    raise EngineDeadError("the engine was closed while it was generating")
                 for output in self.engine.step():
                     results[output.request_id] = output
                     in_flight -= len(output.outputs)

@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 HEAD_SIZES = (64, 80, 96, 128, 256)  # what the attention kernels are built for
+_MAX_LAYERS = 10_000
 DTYPES = ("float32", "bfloat16", "float16")
 
 _GENERATION_DEFAULTS = (
@@ -95,6 +96,8 @@ def _parse(fields: Fields, generation: Fields) -> ModelConfig:
         raise fields.error("hidden_act", "supported: silu")
     hidden_size = fields.integer("hidden_size")
     num_layers = fields.integer("num_hidden_layers")
+    if num_layers > _MAX_LAYERS:
+        raise fields.error("num_hidden_layers", f"it must be at most {_MAX_LAYERS}")
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = _num_kv_heads(fields, architecture, num_heads)
     head_size = _head_size(fields, architecture, hidden_size, num_heads)

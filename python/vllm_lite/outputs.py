@@ -27,6 +27,16 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def append(self, delta: "CompletionOutput") -> None:
+        """Makes this delta one with the next of the same sample."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.cumulative_logprob = delta.cumulative_logprob
+        if self.logprobs is not None:
+            self.logprobs += delta.logprobs or []
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -39,3 +49,15 @@ class RequestOutput:
     prompt_logprobs: None = None  # not computed
     metrics: None = None  # per request; the engine's are in ``Engine.stats`` and /metrics
     error: str | None = None  # why the request failed; its samples then end with "error"
+
+    def append(self, delta: "RequestOutput") -> None:
+        """Makes this delta one with the next of the same request."""
+        own = {output.index: output for output in self.outputs}
+        for output in delta.outputs:
+            if output.index in own:
+                own[output.index].append(output)
+            else:
+                self.outputs.append(output)
+        self.finished = delta.finished
+        self.num_cached_tokens = delta.num_cached_tokens
+        self.error = delta.error

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from vllm_lite import _core
-from vllm_lite.channel import ChannelClosed, Child, stop_all
+from vllm_lite.channel import ChannelClosed, Child, open_standard_fds, stop_all
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.model_config import ModelConfig
@@ -64,8 +64,9 @@ class EngineProcesses:
     ) -> None:
         self.children: list[Child] = []
         self._death: str | None = None
-        self._directory = _make_directory()
-        self.address = f"ipc://{self._directory / 'engine'}"
+        open_standard_fds()
+        self.directory = _make_directory()
+        self.address = f"ipc://{self.directory / 'engine'}"
         fds: list[int] = []
         try:
             plan_limit = plan_bytes_limit(config, resolved.max_model_len, model_config.vocab_size)
@@ -84,7 +85,7 @@ class EngineProcesses:
                 ("worker", "vllm_lite.worker"),
                 ("engine core", "vllm_lite.engine_core"),
             ):
-                child = Child(role, module, tuple(fds))
+                child = Child(role, module, tuple(fds), self.directory)
                 self.children.append(child)
                 child.channel.send(options)
         except BaseException as error:
@@ -97,14 +98,14 @@ class EngineProcesses:
                 os.close(fd)
 
     def client_address(self, client_id: int) -> str:
-        return f"ipc://{self._directory / f'client-{client_id}'}"
+        return f"ipc://{self.directory / f'client-{client_id}'}"
 
     def wait_ready(self, progress: Progress | None = None) -> None:
         """Returns when both are ready. Raises EngineDeadError with the reason if one fails."""
         wait_ready(self.children, progress)
 
     def remove_directory(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def death_reason(self) -> str | None:
         """Why the engine is gone; None while it lives. Costs one system call."""

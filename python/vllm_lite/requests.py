@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm_lite.messages import AddRequest, SequenceOutput, TokenLogprobs
 from vllm_lite.outputs import CompletionOutput, Logprob, RequestOutput
-from vllm_lite.sampling_params import RequestOutputKind, SamplingParams
+from vllm_lite.sampling_params import RequestOutputKind, SamplingParams, check_unicode
 from vllm_lite.tokenizer import Tokenizer
 
 # Text, token ids, or vLLM's dictionaries {"prompt": text} and {"prompt_token_ids": ids}.
@@ -33,13 +33,13 @@ def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, l
         salt_value = prompt.get("cache_salt") or ""
         if not isinstance(salt_value, str):
             raise ValueError("cache_salt must be a string")
-        salt = salt_value
+        salt = check_unicode("cache_salt", salt_value)
         ids = prompt.get("prompt_token_ids")
         text = prompt.get("prompt")
         if text is not None and not isinstance(text, str):
             raise ValueError("prompt must be a string")
         if ids is not None:
-            if isinstance(ids, str) or not isinstance(ids, Sequence):
+            if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
                 raise ValueError("prompt_token_ids must be a list of integers")
             return text, list(ids), salt
         if text is None:
@@ -47,7 +47,7 @@ def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, l
         prompt = text
     if isinstance(prompt, str):
         return prompt, tokenizer.encode(prompt), salt
-    if not isinstance(prompt, Sequence):
+    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
         raise ValueError(
             f"a prompt is text, token ids or a dictionary, got {type(prompt).__name__}"
         )

@@ -1,7 +1,7 @@
 """How a request's tokens are chosen and when it ends."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from numbers import Real
 from operator import index
@@ -14,6 +14,8 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
+# Logits are multiplied and divided by it in float32; further out they would leave its range.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 _INT32_MAX = 2**31 - 1
@@ -63,7 +65,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if self.seed is not None:
             self.seed = _integer("seed", self.seed, -(2**63), 2**64 - 1)
         self.repetition_penalty = _number(
-            "repetition_penalty", self.repetition_penalty, 0.0, above_minimum=True
+            "repetition_penalty",
+            self.repetition_penalty,
+            MIN_REPETITION_PENALTY,
+            MAX_REPETITION_PENALTY,
         )
         for name in ("presence_penalty", "frequency_penalty"):
             setattr(self, name, _number(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY))
@@ -92,8 +97,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if not isinstance(self.output_kind, RequestOutputKind):
             raise _error("output_kind", "must be a RequestOutputKind", self.output_kind)
 
-    def validate_for(self, vocab_size: int) -> None:
-        """Raises ValueError if a token id is not below ``vocab_size``, the width of the logits."""
+    def validate_for(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
+        """Raises ValueError if a token id is not below ``vocab_size``, the width of the logits, or
+        if no token could be chosen before ``min_tokens``.
+        """
         for name, ids in (
             ("logit_bias", self.logit_bias),
             ("allowed_token_ids", self.allowed_token_ids),
@@ -103,6 +110,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 raise _error(
                     name, f"must hold token ids below {vocab_size} (vocabulary size)", largest
                 )
+        if self.min_tokens == 0:
+            return
+        ends = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else eos_token_ids)}
+        if len(ends) >= vocab_size or (
+            self.allowed_token_ids and ends.issuperset(self.allowed_token_ids)
+        ):
+            raise _error(
+                "min_tokens",
+                "must be 0 where every token that is allowed ends the request",
+                self.min_tokens,
+            )
 
 
 def _error(name: str, requirement: str, value: object) -> ValueError:
@@ -187,4 +205,14 @@ def _stop_strings(value: Any) -> list[str]:
         if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
             requirement = f"must be a string of 1 to {MAX_STOP_CHARS} characters"
             raise _error(f"stop[{i}]", requirement, text)
+        check_unicode(f"stop[{i}]", text)
     return list(strings)
+
+
+def check_unicode(name: str, text: str) -> str:
+    """The text; ``ValueError`` if half a surrogate pair is in it, which no UTF-8 can say."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _error(name, "must be valid Unicode, without lone surrogates", text) from None
+    return text

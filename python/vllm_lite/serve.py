@@ -19,7 +19,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from vllm_lite import log
 from vllm_lite.arguments import parse
-from vllm_lite.channel import ChannelClosed, Child
+from vllm_lite.channel import ChannelClosed, Child, open_standard_fds
 from vllm_lite.chat_template import load_chat_template
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import EngineDeadError
@@ -40,6 +40,10 @@ _LAST_WORDS = 5.0  # for error events after the engine has died
 
 def main(argv: list[str] | None = None) -> int:
     """Serves until a signal ends it; returns the exit code."""
+    open_standard_fds()
+    # None where the program was started without them.
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     try:
         log.configure("serve")
         config, options, host, port = parse(argv)
@@ -86,9 +90,9 @@ class _Supervisor:
         host, port = self._listener.getsockname()[:2]
         processes = EngineProcesses(config, files, model_config, resolved)
         self._processes = processes
-        self._api = Child("API server", "vllm_lite.server", (self._listener.fileno(),))
-        # From now on the socket is the API server's alone: when it closes it, the port is free.
         socket_fd = self._listener.fileno()
+        self._api = Child("API server", "vllm_lite.server", (socket_fd,), processes.directory)
+        # From now on the socket is the API server's alone: when it closes it, the port is free.
         self._listener.close()
         try:
             self._api.channel.send(
@@ -127,12 +131,11 @@ class _Supervisor:
     def _announce(self, url: str) -> None:
         name = self._config.served_model_names[0]
         key = " -H 'Authorization: Bearer KEY'" if self._options.api_keys else ""
-        print(
+        _say(
             f"serving {name} at {url} - try:\n"
             f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d "
             f'\'{{"model": "{name}", "max_tokens": 100, '
-            f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\'',
-            flush=True,
+            f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\''
         )
 
     def _watch(self, processes: EngineProcesses, api: Child) -> int:
@@ -182,6 +185,16 @@ class _Supervisor:
             self._api.stop()
         if self._processes is not None:
             self._processes.stop()
+
+
+def _say(text: str) -> None:
+    """Prints to standard output, if anybody reads it."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        # What could not be written would be tried again at the program's end.
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from vllm_lite.chat_template import check_nesting
 from vllm_lite.outputs import CompletionOutput
 from vllm_lite.server.errors import bad_request, from_decode_error, show
 from vllm_lite.server.generation import Job
@@ -72,7 +73,7 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "ChatRenderer"]:
     refuse_unsupported(request)
     _refuse_tool_use(request)
     logprobs = _logprobs(request)
-    check_choices(1, request.n or 1, state.options.max_choices, "n")
+    check_choices(state, 1, request.n or 1, "n")
     token_ids = _encode(state, request)
     length = output_length(
         request,
@@ -112,6 +113,7 @@ def _refuse_tool_use(request: ChatRequest) -> None:
         if tool.type != "function":
             param = f"tools[{index}].type"
             raise bad_request(f"{param}: {show(tool.type)} is not supported; use 'function'", param)
+        _check_nesting(tool.function.parameters, f"tools[{index}].function.parameters")
     choice = request.tool_choice
     if (request.tools and choice != "none") or choice not in (None, "none", "auto"):
         name = "tools" if choice is None else "tool_choice"
@@ -132,6 +134,7 @@ def _encode(state: ServerState, request: ChatRequest) -> list[int]:
             f"chat_template_kwargs: {', '.join(sorted(reserved))} cannot be set there",
             "chat_template_kwargs",
         )
+    _check_nesting(kwargs, "chat_template_kwargs")
     go_on = bool(request.continue_final_message)
     if go_on and request.add_generation_prompt:
         raise bad_request(
@@ -154,6 +157,13 @@ def _encode(state: ServerState, request: ChatRequest) -> list[int]:
     if not token_ids:
         raise bad_request("messages: the chat template makes an empty prompt of them", "messages")
     return token_ids
+
+
+def _check_nesting(value: object, param: str) -> None:
+    try:
+        check_nesting(value, param)
+    except ValueError as error:
+        raise bad_request(str(error), param) from error
 
 
 def _for_template(message: Message, index: int) -> dict[str, Any]:
@@ -201,12 +211,13 @@ def _text(message: Message, where: str) -> str:
 
 def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
     arguments = call.function.arguments
+    param = f"{where}.function.arguments"
     if isinstance(arguments, str):
-        param = f"{where}.function.arguments"
         try:
             arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
             raise bad_request(f"{param}: not a JSON object: {error}", param) from error
+    _check_nesting(arguments, param)
     out: dict[str, Any] = {
         "type": "function",
         "function": {"name": call.function.name, "arguments": arguments},

@@ -43,9 +43,7 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "CompletionRenderer"]
     model = served_name(engine, request.model)
     refuse_unsupported(request)
     prompts = _split(request.prompt)
-    check_choices(
-        len(prompts), request.n or 1, state.options.max_choices, "n" if request.n else "prompt"
-    )
+    check_choices(state, len(prompts), request.n or 1, "n" if request.n else "prompt")
     special = request.add_special_tokens is not False
     try:
         token_ids = [

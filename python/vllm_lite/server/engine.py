@@ -49,6 +49,9 @@ class EngineConfigLike(Protocol):
     def max_model_len(self) -> int: ...
 
     @property
+    def max_num_waiting(self) -> int: ...
+
+    @property
     def served_model_names(self) -> Sequence[str]: ...
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from vllm_lite.errors import EngineDeadError, EngineError, QueueFullError
+from vllm_lite.sampling_params import SamplingParams
 
 
 class ErrorInfo(msgspec.Struct, kw_only=True):
@@ -79,8 +80,14 @@ def from_exception(error: Exception, *, started: bool = False) -> ApiError | Non
             message = str(error) or "the engine failed on this request"
             return ApiError(500, message, type="server_error", code="engine_error")
         case ValueError() if not started:
-            return bad_request(str(error))
+            return bad_request(str(error), field_of(error))
     return None
+
+
+def field_of(error: ValueError) -> str | None:
+    """The request field at fault: messages about ``SamplingParams`` begin with its name."""
+    first = re.split(r"[ \[:]", str(error), maxsplit=1)[0]
+    return first if first in SamplingParams.__struct_fields__ else None
 
 
 def internal_error() -> ApiError:

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+_INT32_MAX = 2**31 - 1
+_INT64_MAX = 2**63 - 1
+_LONGEST = 1_000_000  # seconds
+
 
 @dataclass(slots=True, kw_only=True)
 class ServerOptions:
@@ -19,17 +23,18 @@ class ServerOptions:
     access_log: bool = False
 
     def __post_init__(self) -> None:
-        at_least = {
-            "max_body_bytes": 1,
-            "max_pending_body_bytes": self.max_body_bytes,
-            "max_choices": 1,
-            "shutdown_grace": 0,
-            "keep_alive": 0,
-            "backlog": 1,
-            "threads": 1,
+        bounds = {
+            "max_body_bytes": (1, _INT32_MAX),
+            "max_pending_body_bytes": (self.max_body_bytes, _INT64_MAX),
+            "max_choices": (1, _INT32_MAX),
+            "shutdown_grace": (0, _LONGEST),
+            "keep_alive": (0, _LONGEST),
+            "backlog": (1, 65535),
+            "threads": (1, 1024),
         }
-        for name, least in at_least.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name, (least, most) in bounds.items():
+            value = getattr(self, name)
+            if not least <= value <= most:  # false for NaN, too
+                raise ValueError(f"{name} is {value}; it must be from {least} to {most}")
         if not all(self.api_keys):
             raise ValueError("api_keys holds an empty key; remove it or set a real one")

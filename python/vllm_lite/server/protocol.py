@@ -15,9 +15,11 @@ from vllm_lite.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
     MAX_SAMPLES,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
+    MIN_REPETITION_PENALTY,
 )
 
 Unsupported = Annotated[
@@ -48,7 +50,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
     seed: Int64 | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    repetition_penalty: (
+        Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None
+    ) = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: (

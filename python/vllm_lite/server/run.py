@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import uvicorn
 
 from vllm_lite.server.app import create_app
+from vllm_lite.server.connection import Connection
 from vllm_lite.server.engine import EngineLike
 from vllm_lite.server.options import ServerOptions
 from vllm_lite.server.state import ServerState
@@ -49,7 +50,7 @@ async def serve(engine: EngineLike, sockets: list[socket.socket], options: Serve
     state: ServerState = app.state.server
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -10,12 +10,13 @@ import msgspec
 
 from vllm_lite.sampling_params import RequestOutputKind, SamplingParams
 from vllm_lite.server.engine import EngineLike
-from vllm_lite.server.errors import ApiError, bad_request, show
+from vllm_lite.server.errors import ApiError, bad_request, field_of, show
 from vllm_lite.server.protocol import (
     NEUTRAL,
     GenerationRequest,
     unsupported_fields,
 )
+from vllm_lite.server.state import ServerState
 
 # Fields of one name and meaning on both sides; null takes the model's default, then the class's.
 _SAME = (
@@ -85,10 +86,17 @@ def served_name(engine: EngineLike, asked: str | None) -> str:
     return asked
 
 
-def check_choices(prompts: int, n: int, limit: int, param: str) -> None:
-    if prompts * n > limit:
+def check_choices(state: ServerState, prompts: int, n: int, param: str) -> None:
+    """All choices wait at once, so that more than the queue holds could never be served."""
+    limits = {
+        "max_choices": state.options.max_choices,
+        "max_num_waiting": state.engine.config.max_num_waiting,
+    }
+    name = min(limits, key=lambda name: limits[name])
+    if prompts * n > limits[name]:
         raise bad_request(
-            f"{param}: {prompts} prompts x n={n} are {prompts * n} choices; the limit is {limit}",
+            f"{param}: {prompts} prompts x n={n} are {prompts * n} choices; this server's limit is"
+            f" {limits[name]} ({name})",
             param,
         )
 
@@ -121,9 +129,7 @@ def sampling_params(
     try:
         return SamplingParams(logprobs=logprobs, max_tokens=max_tokens, output_kind=kind, **fields)
     except ValueError as error:
-        # Its messages begin with the field's name.
-        first = str(error).split(" ", 1)[0].split("[", 1)[0]
-        raise bad_request(str(error), first if hasattr(request, first) else None) from error
+        raise bad_request(str(error), field_of(error)) from error
 
 
 def check_token_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:

@@ -1,6 +1,7 @@
 """Runs step plans on one device: block tables and KV arena, the model, the sampler."""
 
 import logging
+import os
 from collections.abc import Callable
 
 import msgspec
@@ -18,12 +19,28 @@ from vllm_lite.worker.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
+# The process whose torch has started threads. A fork inherits the number, but not the threads.
+_threads_pid: int | None = None
+
+
+def _check_not_forked() -> None:
+    """Raises RuntimeError where torch would wait for ever for threads that fork() left behind."""
+    global _threads_pid
+    if _threads_pid not in (None, os.getpid()):
+        raise RuntimeError(
+            f"this process was forked from process {_threads_pid} after an engine had run there, "
+            "and torch's threads do not survive fork(): give the engine processes of its own with "
+            "multiprocess=True, or start this process with multiprocessing's 'spawn' method"
+        )
+    _threads_pid = os.getpid()
+
 
 class Worker:
     """Decides nothing: executes what the engine core plans.
 
     ``progress(bytes_done, bytes_total)`` follows the loading of the weights. ``resolved`` is what
-    was given, completed by what the device has room for.
+    was given, completed by what the device has room for. Raises RuntimeError in a fork of a process
+    that has had a worker.
     """
 
     def __init__(
@@ -34,6 +51,7 @@ class Worker:
         model_config: ModelConfig,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        _check_not_forked()
         torch.set_num_threads(config.num_threads or available_cores())
         self._device = torch.device(resolved.device)
         if resolved.device == "cuda":

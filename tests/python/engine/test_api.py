@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from vllm_lite import (
     RequestOutputKind,
     SamplingParams,
 )
+from vllm_lite.errors import EngineDeadError
 
 PROMPTS = ["The quick", "def f(x):", "Größe", "東京", "lazy dog, and", "it is", "12345", "café"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -239,6 +241,10 @@ def test_prompt_over_the_limit_names_limit_prompt_and_output(llm: LLM, length: i
         ([5.5], "got float"),
         ([None], "got NoneType"),
         ("\ud800", "lone surrogate at character 0"),
+        ({"prompt": "a", "cache_salt": "\ud800"}, "cache_salt must be valid Unicode"),
+        (b"abc", "got bytes"),
+        ([bytearray(b"abc")], "got bytearray"),
+        ({"prompt_token_ids": b"abc"}, "prompt_token_ids must be a list"),
     ],
 )
 def test_bad_prompt_is_a_value_error_and_the_engine_goes_on(
@@ -257,6 +263,15 @@ def test_bad_prompt_is_a_value_error_and_the_engine_goes_on(
         ({"allowed_token_ids": [VOCAB_SIZE]}, f"allowed_token_ids .*below {VOCAB_SIZE}"),
         ({"stop_token_ids": [VOCAB_SIZE]}, f"stop_token_ids .*below {VOCAB_SIZE}"),
         ({"n": 7}, "n is 7.*max_num_waiting is 6"),
+        ({"min_tokens": 2, "stop_token_ids": list(range(VOCAB_SIZE))}, "^min_tokens must be 0"),
+        (
+            {"min_tokens": 2, "allowed_token_ids": [5, 6, 5], "stop_token_ids": [6, 5]},
+            "^min_tokens must be 0",
+        ),
+        (
+            {"min_tokens": 1, "allowed_token_ids": [EOS], "ignore_eos": False},
+            "^min_tokens must be 0",
+        ),
     ],
 )
 def test_parameters_that_do_not_fit_this_engine(
@@ -279,6 +294,12 @@ def test_parameters_that_do_not_fit_this_engine(
         ({"temperature": -1}, "temperature"),
         ({"repetition_penalty": "0.5"}, "repetition_penalty"),
         ({"temperature": True}, "temperature"),
+        ({"stop": ["a", "\ud800"]}, r"stop\[1\] must be valid Unicode"),
+        ({"repetition_penalty": 1e-39}, "repetition_penalty must be .* 1e-06"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty must be .* 1e.06"),
+        ({"presence_penalty": 1e39}, "presence_penalty"),
+        ({"frequency_penalty": -1e39}, "frequency_penalty"),
+        ({"logit_bias": {5: 1e39}}, "logit_bias"),
     ],
 )
 def test_parameters_that_fit_no_engine(options: dict[str, object], message: str) -> None:
@@ -303,6 +324,12 @@ def test_parameters_that_fit_no_engine(options: dict[str, object], message: str)
         ({"max_num_waiting": 2**31}, "max_num_waiting must be"),
         ({"step_timeout": float("nan")}, "step_timeout"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching"),
+        ({"max_num_seqs": 65537}, "max_num_seqs must be .* to 65536, got 65537"),
+        ({"kv_cache_memory": 1024}, "kv_cache_memory is 1024: set --kv-cache-memory to at least"),
+        (
+            {"kv_cache_memory": 2**31 * block_bytes()},
+            f"makes {2**31} blocks.*to at most {(2**31 - 1) * block_bytes()}",
+        ),
     ],
 )
 def test_engine_option_out_of_bounds_names_itself(
@@ -367,6 +394,13 @@ def test_output_kinds_tell_the_same(engine: LLMEngine) -> None:
         assert deltas[-1].cumulative_logprob == sample.cumulative_logprob
         reasons = [delta.finish_reason for delta in deltas]
         assert reasons == [None] * (len(deltas) - 1) + ["length"]
+
+
+def test_every_step_of_a_long_prompt_is_heard_of(tiny_model: str) -> None:
+    with LLMEngine(tiny_model, num_threads=1, max_num_batched_tokens=64) as engine:
+        engine.add_request("a", [5] * 200, greedy(max_tokens=2))
+        assert [len(engine.step()) for _ in range(5)] == [0, 0, 0, 1, 1]
+        assert not engine.has_unfinished_requests()
 
 
 def test_kept_outputs_do_not_grow(engine: LLMEngine) -> None:
@@ -580,6 +614,57 @@ def test_use_after_close_raises_and_close_twice_does_not(tiny_model: str) -> Non
             call()
     llm.engine.abort_request("a")
     assert llm.engine.stats().num_running == 0
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 1}, [None], "x"])
+def test_what_is_no_sampling_params_is_named(llm: LLM, params: object) -> None:
+    with pytest.raises(TypeError, match="sampling_params must be SamplingParams"):
+        llm.generate(["The"], params, use_tqdm=False)
+    assert not llm.engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("value", [1e-6, 1e6])
+@pytest.mark.parametrize("temperature", [0, 1e-45, 1, 1e30])
+def test_the_furthest_penalties_leave_logits_finite(
+    llm: LLM, value: float, temperature: float
+) -> None:
+    params = greedy(repetition_penalty=value, temperature=temperature)
+    assert len(ids_of(run(llm, "The the The", params))[0]) == 12
+
+
+def test_chat_of_deeply_nested_objects_is_refused(llm: LLM) -> None:
+    def nested(levels: int) -> object:
+        value: object = 1
+        for _ in range(levels):
+            value = {"a": [value]} if levels % 2 else [value]
+        return value
+
+    def chat(depth: int, **options: Any) -> None:
+        message = {"role": "user", "content": "x"}
+        tool_call = {"function": {"name": "f", "arguments": options.pop("arguments", "{}")}}
+        llm.chat([{**message, "tool_calls": [tool_call]}], GREEDY, False, **options)
+
+    chat(0, chat_template_kwargs={"x": nested(100)})
+    for depth in (102, 600, 5000):
+        with pytest.raises(ValueError, match="x is nested more than 100 levels"):
+            chat(0, chat_template_kwargs={"x": nested(depth)})
+        with pytest.raises(ValueError, match="tools is nested more than 100 levels"):
+            chat(0, tools=[{"function": nested(depth)}])
+        with pytest.raises(ValueError, match=r"messages\[0\] is nested more than 100"):
+            chat(0, arguments=nested(depth))
+        with pytest.raises(ValueError, match=r"arguments is (nested more|not valid)"):
+            chat(0, arguments='{"a":' * depth + "1" + "}" * depth)
+
+
+def test_closing_in_another_thread_ends_generate(tiny_model: str) -> None:
+    llm = LLM(tiny_model, num_threads=1)
+    timer = threading.Timer(0.3, llm.close)
+    timer.start()
+    with pytest.raises(EngineDeadError, match="closed while it was generating"):
+        llm.generate("The", greedy(max_tokens=None), use_tqdm=False)
+    timer.join()
+    with pytest.raises(RuntimeError, match="closed"):
+        run(llm, "The")
 
 
 def test_two_engines_at_once_do_not_disturb_each_other(llm: LLM, tiny_model: str) -> None:

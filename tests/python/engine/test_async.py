@@ -66,7 +66,7 @@ def test_concurrent_requests_equal_their_solo_runs(engine: AsyncLLMEngine) -> No
         )
         for index, (outputs, expected) in enumerate(zip(together, alone, strict=True)):
             assert {output.request_id for output in outputs} == {f"r{index}"}
-            assert [output.finished for output in outputs] == [False] * 11 + [True]
+            assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
             assert outputs[-1].outputs[0].token_ids == expected.token_ids
             assert outputs[-1].outputs[0].text == expected.text
         await wait_idle(engine)
@@ -320,6 +320,83 @@ def test_killed_process_ends_every_request_with_the_reason(tiny_model: str, inde
     finally:
         engine.close()
     assert all(child.process.poll() is not None for child in engine._client._processes.children)
+
+
+def test_stopped_engine_core_is_noticed_while_requests_run(tiny_model: str) -> None:
+    engine = AsyncLLMEngine(tiny_model, num_threads=1, step_timeout=1)
+
+    async def main() -> None:
+        await asyncio.sleep(1.2)
+        outputs = engine.generate("The", ENDLESS)
+        await anext(outputs)
+        assert engine.health() is None, "silence before the request counts"
+        os.kill(pids_of(engine)[1], signal.SIGSTOP)
+        async with asyncio.timeout(10):
+            while engine.health() is None:
+                await asyncio.sleep(0.05)
+        assert "no news for" in (engine.health() or "")
+        await outputs.aclose()
+        assert engine.health() is None, "nothing is expected of it"
+
+    try:
+        asyncio.run(main())
+    finally:
+        engine.close()
+
+
+def test_outputs_that_wait_are_one(engine: AsyncLLMEngine) -> None:
+    options = {"max_tokens": 200, "n": 2, "logprobs": 2, "seed": 3, "temperature": 1}
+
+    async def ask(kind: RequestOutputKind, pause: float) -> list[RequestOutput]:
+        outputs = []
+        async for output in engine.generate("The", greedy(output_kind=kind, **options)):
+            outputs.append(output)
+            if len(outputs) == 2:
+                await asyncio.sleep(pause)  # while the engine finishes the request
+        return outputs
+
+    async def main() -> None:
+        (whole,) = await ask(RequestOutputKind.FINAL_ONLY, 0)
+        for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
+            task = asyncio.create_task(ask(kind, 5))
+            while engine.engine.has_unfinished_requests() or not engine._mailboxes:
+                await asyncio.sleep(0.01)
+            outputs = await task
+            assert len(outputs) == 3, "outputs have piled up"
+            assert outputs[-1].finished
+            assert outputs[-1].num_cached_tokens == whole.num_cached_tokens
+            if kind is RequestOutputKind.CUMULATIVE:
+                assert outputs[-1].outputs == whole.outputs
+            for sample in whole.outputs:
+                parts = [s for o in outputs for s in o.outputs if s.index == sample.index]
+                if kind is RequestOutputKind.DELTA:
+                    assert "".join(part.text for part in parts) == sample.text
+                    assert [t for part in parts for t in part.token_ids] == sample.token_ids
+                    assert [p for part in parts for p in part.logprobs or ()] == sample.logprobs
+                assert parts[-1].cumulative_logprob == sample.cumulative_logprob
+                assert parts[-1].finish_reason == "length"
+
+    asyncio.run(main())
+
+
+def test_what_waits_is_given_before_the_engines_death(tiny_model: str) -> None:
+    engine = AsyncLLMEngine(tiny_model, num_threads=1)
+
+    async def main() -> None:
+        outputs = engine.generate(
+            "The", greedy(max_tokens=None, output_kind=RequestOutputKind.DELTA)
+        )
+        await anext(outputs)
+        await asyncio.sleep(0.3)
+        engine.declare_dead("dead")
+        assert len((await anext(outputs)).outputs[0].token_ids) > 1
+        with pytest.raises(EngineDeadError, match="dead"):
+            await anext(outputs)
+
+    try:
+        asyncio.run(main())
+    finally:
+        engine.close()
 
 
 def test_close_ends_running_requests(tiny_model: str) -> None:

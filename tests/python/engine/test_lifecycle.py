@@ -155,6 +155,39 @@ def test_fork_before_use_works_and_a_fork_leaves_its_parents_engine_alone(
     left.assert_none()
 
 
+def test_use_in_a_fork_raises_where_it_would_hang(tiny_model: str, tmp_path: Path) -> None:
+    left = Leftovers(tmp_path)
+    text = """
+    import os
+    from vllm_lite import LLM, SamplingParams
+    GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    def generate(llm):
+        return llm.generate("The quick brown fox " * 20, GREEDY, use_tqdm=False)[0].outputs
+
+    def refused_in_fork(work, *words):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                work()
+            except RuntimeError as error:
+                missing = [word for word in words if word not in str(error)]
+                os._exit(3 if missing else 0)
+            os._exit(4)
+        assert os.waitpid(pid, 0)[1] == 0
+
+    with LLM(MODEL, num_threads=2) as llm:
+        expected = generate(llm)
+        me = str(os.getpid())
+        refused_in_fork(lambda: generate(llm), "belongs to process " + me, "fork")
+        refused_in_fork(lambda: LLM(MODEL), "forked from process " + me, "multiprocess", "spawn")
+        assert generate(llm) == expected
+    """
+    done = run_script(text, tiny_model, left)
+    assert done.returncode == 0, done.stderr
+    left.assert_none()
+
+
 def test_ctrl_c_ends_a_script_and_its_children_quietly(tiny_model: str, tmp_path: Path) -> None:
     left = Leftovers(tmp_path)
     text = f"""

@@ -84,6 +84,7 @@ def test_code_in_the_checkpoint_is_not_run(tmp_path: Path) -> None:
         ({"hidden_size": 129}, "hidden_size is 129"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3.*num_attention_heads"),
         ({"head_dim": 40}, "head_dim is 40; supported: 64"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'"),

@@ -1,5 +1,6 @@
 """How the server starts, stops and fails. A tiny model: what is tested is the processes."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from leftovers import Leftovers
 from processes.server_process import PACKAGE, ServerProcess, metrics, stream
 from tiny_model import block_bytes
 
@@ -110,6 +112,78 @@ def test_signal_while_starting_ends_everything_quickly(start: Start, number: int
     server.signal(number)
     assert server.wait(timeout=5) == 0, server.log()
     assert server.url == "" and "Traceback" not in server.log()
+
+
+def test_kill_of_the_parent_while_starting_leaves_nothing(start: Start) -> None:
+    server = start()
+    deadline = time.monotonic() + 20
+    while len(server.left.processes()) < 4:
+        assert time.monotonic() < deadline and server.process.poll() is None, server.log()
+        time.sleep(0.01)
+    assert server.left.files() != []
+    server.process.kill()
+    assert server.wait() == -signal.SIGKILL
+
+
+# --- without a terminal ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "os.close(0)",
+        "os.close(1)",
+        "os.close(2)",
+        "os.closerange(0, 3)",
+        "r, w = os.pipe(); os.dup2(w, 1); os.close(r)",
+        "r, w = os.pipe(); os.dup2(w, 2); os.close(r)",
+    ],
+    ids=["no stdin", "no stdout", "no stderr", "none", "unread stdout", "unread stderr"],
+)
+def test_standard_streams_may_be_missing(tiny_model: str, tmp_path: Path, before: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = (
+        "import os, sys\n"
+        f"{before}\n"
+        f"os.execv(sys.executable, [sys.executable, '-m', 'vllm_lite.cli', 'serve', {tiny_model!r},"
+        f" '--port', '{port}', '--num-threads', '1', '--max-model-len', '30000'])"
+    )
+    left = Leftovers(tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**left.environment, "PYTHONPATH": PACKAGE},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).is_success:
+                    break
+            time.sleep(0.1)
+        process.terminate()
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    left.assert_none()
+
+
+def test_interrupt_while_the_program_is_being_loaded_is_quiet(tmp_path: Path) -> None:
+    (tmp_path / "msgspec.py").write_text("raise KeyboardInterrupt")  # among the first imports
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_lite.cli", "serve"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{PACKAGE}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 # --- dying ----------------------------------------------------------------------------------------
@@ -210,6 +284,11 @@ def test_port_in_use_is_noticed_before_loading() -> None:
         (["--port", "70000"], ["--port", "70000"]),
         (["--host", "no.such.host.invalid"], ["no.such.host.invalid"]),
         (["--api-key", ""], ["api_keys"]),
+        (["--shutdown-grace", "inf"], ["shutdown_grace", "inf", "1000000"]),
+        (["--backlog", "99999999999"], ["backlog", "99999999999", "65535"]),
+        (["--max-num-seqs", "2147483647"], ["max_num_seqs", "2147483647", "65536"]),
+        (["--kv-cache-memory", "1000000G"], ["kv_cache_memory", "2147483647", "at most"]),
+        (["--kv-cache-memory", "1K"], ["kv_cache_memory is 1024: set --kv-cache-memory to at"]),
         # LEN-03
         (["--max-model-len", "8192", "--kv-cache-memory", "100M"], ["8192", "104857600", "4544"]),
     ],
@@ -273,7 +352,7 @@ def test_names_keys_and_memory_limit(start: Start) -> None:
         assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 600
         client.get("/health?source=probe")
         answer = client.post("/v1/completions", json={**body, "n": 3})
-        assert answer.status_code == 400 and "max_num_waiting is 2" in answer.text
+        assert answer.status_code == 400 and "limit is 2 (max_num_waiting)" in answer.text
         check_full_queue(client, body)
         server.wait_idle(client)
     server.signal(signal.SIGTERM)

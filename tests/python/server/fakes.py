@@ -66,6 +66,7 @@ class FakeTokenizer:
 class Config:
     model: str = "/models/fake"
     max_model_len: int = MAX_MODEL_LEN
+    max_num_waiting: int = 4096
     served_model_names: list[str] = field(default_factory=lambda: ["fake", "alias"])
 
 

@@ -1,5 +1,7 @@
 """/v1/chat/completions: messages, shapes, streams."""
 
+import json
+
 import msgspec
 import pytest
 
@@ -201,3 +203,36 @@ def test_length_is_the_models_default_unless_asked(client: Client) -> None:
     client.chat()
     client.chat(max_tokens=9)
     assert [call.params.max_tokens for call in client.engine.calls] == [7, 9]
+
+
+def nested(levels: int) -> str:
+    return '{"a":' * levels + "1" + "}" * levels
+
+
+@pytest.mark.parametrize("levels", [101, 300, 600, 900, 980, 5000, 200_000])
+def test_deep_nesting_is_refused_by_name(client: Client, levels: int) -> None:
+    tool = '{"type": "function", "function": {"name": "f", "parameters": VALUE}}'
+    call = '"tool_calls": [{"function": {"name": "f", "arguments": VALUE}}]'
+    arguments = "messages[0].tool_calls[0].function.arguments"
+    for value, fields, param in (
+        (nested(levels), '}], "chat_template_kwargs": {"x": VALUE}}', "chat_template_kwargs"),
+        (
+            nested(levels),
+            f'}}], "tool_choice": "none", "tools": [{tool}]}}',
+            "tools[0].function.parameters",
+        ),
+        (nested(levels), f", {call}}}]}}", arguments),
+        (json.dumps(nested(levels)), f", {call}}}]}}", arguments),
+    ):
+        body = '{"messages": [{"role": "user", "content": "x"' + fields.replace("VALUE", value)
+        error = refused(client.post("/v1/chat/completions", content=body), 400)
+        # Beyond the parser's own limit the whole body is refused.
+        assert error["param"] == param or (levels > 900 and error["code"] == "invalid_json"), error
+        assert "nested" in error["message"] or levels > 900
+    assert client.engine.tokenizer.chats == []
+
+
+def test_nesting_that_a_schema_may_have_is_taken(client: Client) -> None:
+    kwargs = json.loads(nested(99))
+    assert client.chat(chat_template_kwargs={"x": kwargs}).status_code == 200
+    assert client.engine.tokenizer.chats[0]["template_kwargs"] == {"x": kwargs}

@@ -314,3 +314,21 @@ def test_many_prompts_with_texts_held_back_make_no_empty_chunks(client: Client) 
     client.engine.script = Script("€")
     chunks = events(client.complete(prompt=["a", "b"], stream=True))
     assert [c["choices"][0]["text"] for c in chunks] == ["€", "€"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_choices_than_may_ever_wait_are_refused(client: Client, stream: bool) -> None:
+    client.engine.config.max_num_waiting = 6
+    words = ("6", "max_num_waiting")
+    refused(client.complete(n=7, stream=stream), 400, "n", *words)
+    refused(client.complete(prompt=["a"] * 7, stream=stream), 400, "prompt", *words)
+    refused(client.complete(prompt=["a"] * 4, n=2, stream=stream), 400, "n", *words)
+    refused(client.chat(n=7, stream=stream), 400, "n", *words)
+    assert client.complete(prompt=["a"] * 3, n=2, stream=stream).status_code == 200
+
+
+def test_the_engines_refusal_names_the_field(client: Client) -> None:
+    client.engine.script.start_error = ValueError("min_tokens must be 0 where ...")
+    refused(client.complete(), 400, "min_tokens")
+    client.engine.script.start_error = ValueError("the moon must be full")
+    assert refused(client.complete(), 400)["param"] is None

@@ -28,7 +28,7 @@ WRONG: dict[str, list[Any]] = {
     "min_p": [*NUMBER, -0.1, 1.1],
     "n": [*NUMBER, 0, -1, 1.5, 129, 2**40],
     "seed": [*NUMBER, 1.5, 2**63, -(2**63) - 1],
-    "repetition_penalty": [*NUMBER, 0, -1],
+    "repetition_penalty": [*NUMBER, 0, -1, 1e-39, 1e39],
     "presence_penalty": [*NUMBER, -2.1, 2.1],
     "frequency_penalty": [*NUMBER, -2.1, 2.1],
     "logit_bias": [

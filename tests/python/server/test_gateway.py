@@ -235,3 +235,21 @@ def test_a_request_still_being_parsed_when_the_grace_time_ends_gets_503(
     monkeypatch.setattr(client.engine.tokenizer, "encode", encode)
     refused(client.complete(stream=stream), 503, None, "shutting down")
     assert client.engine.calls == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("shutdown_grace", float("nan")),
+        ("shutdown_grace", float("inf")),
+        ("keep_alive", float("nan")),
+        ("keep_alive", -1),
+        ("backlog", 99_999_999_999),
+        ("threads", 0),
+        ("max_body_bytes", 2**40),
+        ("max_choices", 2**31),
+    ],
+)
+def test_an_option_out_of_bounds_names_field_value_and_limits(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} is {value}; it must be from \d+ to \d+$"):
+        ServerOptions(**{name: value})

@@ -149,3 +149,17 @@ def test_leaving_clients_do_not_hold_up_the_end(start: type[Process]) -> None:
     server.signal(signal.SIGTERM)
     threading.Timer(0.2, lambda: (answer.close(), stream.close())).start()
     server.ends(10)
+
+
+def test_a_body_that_is_still_coming_is_not_waited_for(start: type[Process]) -> None:
+    server = start(0.1, 30)
+    waiting = []
+    for sent in (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 1000\r\n\r\n{", b"GET /"):
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        connection.sendall(sent)
+        waiting.append(connection)
+    time.sleep(0.2)
+    server.signal(signal.SIGTERM)
+    for connection in waiting:
+        assert connection.recv(4096).startswith(b"HTTP/1.1 503")
+    server.ends(5)
