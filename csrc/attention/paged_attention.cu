@@ -104,6 +104,8 @@ void check_params(const PagedAttentionParams& params) {
   VL_CHECK(params.dtype != DType::kFloat32,
            "paged_attention: float32 has no CUDA kernel; use bfloat16 or float16");
   VL_CHECK(params.plan != nullptr, "paged_attention: CUDA needs a plan: see plan_attention");
+  VL_CHECK(reinterpret_cast<uintptr_t>(params.plan) % 16 == 0,
+           "paged_attention: plan must be 16-byte aligned");
   const int64_t workspace = attention_workspace_size(params.num_kv_heads, params.head_size);
   VL_CHECK(params.workspace != nullptr && params.workspace_size >= workspace,
            "paged_attention: workspace has " + std::to_string(params.workspace_size) +

@@ -57,9 +57,10 @@ def paged_attention(
     query_start: int32 ``[num_seqs + 1]``; alibi_slopes: float32 ``[num_heads]``.
 
     CUDA takes bfloat16 and float16 only, and needs the step's ``plan`` (``plan_attention``, copied
-    to the device) and a ``workspace``: float32, at least ``attention_workspace_size`` elements,
-    which launches in one stream may share. It does not check indices, but follows none that lead
-    out of a tensor: the results of such a sequence are NaN. The CPU ignores both.
+    to the device at a multiple of 16 bytes) and a ``workspace``: float32, at least
+    ``attention_workspace_size`` elements, which launches in one stream may share. It does not check
+    indices, but follows none that lead out of a tensor: the results of such a sequence are NaN. The
+    CPU ignores both.
     kv_cache may be float8_e4m3fn on CUDA: keys are then times ``k_scale``, values ``v_scale``.
     """
     _ops.paged_attention(

@@ -39,25 +39,26 @@ class StepInputs:
         """workspace: of the attention kernels, if they need a plan."""
         self.sizes = sizes
         tokens, seqs, logits = sizes.num_tokens, sizes.num_seqs, sizes.num_logits
-        # Slots are 64-bit, hence first.
-        lengths = [2 * tokens, tokens, tokens, seqs + 1, seqs, seqs, logits, logits, logits]
-        lengths.append(sizes.plan_words)
+        # The attention plan is read in chunks of 16 bytes and slots are 64-bit, hence their place;
+        # plans are whole chunks.
+        lengths = [sizes.plan_words, 2 * tokens]
+        lengths += [tokens, tokens, seqs + 1, seqs, seqs, logits, logits, logits]
         self._starts = np.cumsum([0, *lengths]).tolist()
         device = block_tables.device
         self._words = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
-        parts = self._split(self._words)
-        self.sample_rows, self.sample_positions = parts[7], parts[8]
+        plan, slots, *parts = self._split(self._words)
+        self.sample_rows, self.sample_positions = parts[6:]
         self.batch = ForwardBatch(
-            token_ids=parts[1],
-            positions=parts[2],
-            slot_mapping=parts[0].view(torch.int64),
-            query_start=parts[3],
-            seq_lens=parts[4],
-            rows=parts[5],
+            token_ids=parts[0],
+            positions=parts[1],
+            slot_mapping=slots.view(torch.int64),
+            query_start=parts[2],
+            seq_lens=parts[3],
+            rows=parts[4],
             block_tables=block_tables,
-            logits_indices=parts[6],
+            logits_indices=parts[5],
             last_tokens=last_tokens,
-            attention_plan=None if workspace is None else AttentionPlan(parts[9], workspace),
+            attention_plan=None if workspace is None else AttentionPlan(plan, workspace),
         )
 
     def _split(self, words: torch.Tensor) -> list[torch.Tensor]:
@@ -74,21 +75,22 @@ class StepInputs:
         on_device = self._words.is_cuda
         # Pinned memory comes from torch's cache, which keeps it until the copy has been made.
         staging = torch.empty(len(self._words), dtype=torch.int32, pin_memory=on_device)
-        parts = self._split(staging)
-        for part, values, padding in (
-            (parts[0].view(torch.int64), plan.slot_mapping, -1),
-            (parts[1], plan.token_ids, 0),
-            (parts[2], plan.positions, 0),
-            (parts[3], plan.query_start, plan.num_tokens),
-            (parts[4], plan.seq_lens, 0),
-            (parts[5], plan.rows, 0),
-            (parts[6], plan.logits_indices, 0),
-            (parts[7], plan.sample_rows, 0),
-            (parts[8], plan.sample_positions, 0),
-        ):
+        attention_plan, slots, *parts = self._split(staging)
+        if sizes.plan_words:
+            plan_attention(plan, attention_plan)
+        sections = (
+            (slots.view(torch.int64), plan.slot_mapping, -1),
+            (parts[0], plan.token_ids, 0),
+            (parts[1], plan.positions, 0),
+            (parts[2], plan.query_start, plan.num_tokens),
+            (parts[3], plan.seq_lens, 0),
+            (parts[4], plan.rows, 0),
+            (parts[5], plan.logits_indices, 0),
+            (parts[6], plan.sample_rows, 0),
+            (parts[7], plan.sample_positions, 0),
+        )
+        for part, values, padding in sections:
             count = len(values)
             part[:count] = values
             part[count:] = padding
-        if sizes.plan_words:
-            plan_attention(plan, parts[9])
         self._words.copy_(staging, non_blocking=on_device)
