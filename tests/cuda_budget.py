@@ -1,7 +1,10 @@
 """Registers, spills and shared memory of every CUDA kernel, held by tests/cuda_budget.json.
 
-    python tests/cuda_budget.py            compile for sm_90a and compare (needs nvcc, no GPU)
-    python tests/cuda_budget.py --update   write what was found
+    python tests/cuda_budget.py                    compile all for sm_90a and compare (nvcc, no GPU)
+    python tests/cuda_budget.py sample rms_norm    only these sources
+    python tests/cuda_budget.py --update           write what was found
+
+All takes some ten minutes of a processor, most of it attention; CI takes a few sources.
 
 A kernel may use no more registers, spilled bytes or static shared memory than its budget says. A
 kernel that the budget does not name, or that is gone, is an error too.
@@ -13,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -71,8 +75,11 @@ def readable(names: list[str]) -> list[str]:
     return short
 
 
-def measure() -> dict[str, Usage]:
+def measure(names: Sequence[str] = ()) -> dict[str, Usage]:
+    """Of the sources with these stems; of all if there are none."""
     sources = sorted((ROOT / "csrc").rglob("*.cu"))
+    if names:
+        sources = [source for source in sources if source.stem in names]
     found: dict[str, Usage] = {}
     with ThreadPoolExecutor(2) as pool:
         for text in pool.map(compile_kernels, sources):
@@ -81,12 +88,12 @@ def measure() -> dict[str, Usage]:
     return dict(sorted(found.items()))
 
 
-def complaints(found: dict[str, Usage], budget: dict[str, Usage]) -> list[str]:
+def complaints(found: dict[str, Usage], budget: dict[str, Usage], whole: bool) -> list[str]:
+    """whole: all sources have been compiled."""
     said = [f"{name}: not in the budget" for name in found.keys() - budget.keys()]
-    said += [
-        f"{name}: in the budget, but there is no such kernel"
-        for name in budget.keys() - found.keys()
-    ]
+    if whole:
+        gone = budget.keys() - found.keys()
+        said += [f"{name}: in the budget, but there is no such kernel" for name in gone]
     for name in found.keys() & budget.keys():
         for what, used in found[name].items():
             allowed = budget[name][what]
@@ -97,12 +104,16 @@ def complaints(found: dict[str, Usage], budget: dict[str, Usage]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="stems of .cu files")
     parser.add_argument("--update", action="store_true", help="write the budget")
-    found = measure()
-    if parser.parse_args().update:
+    arguments = parser.parse_args()
+    if arguments.update and arguments.sources:
+        parser.error("--update is of all sources")
+    found = measure(arguments.sources)
+    if arguments.update:
         BUDGET.write_text(json.dumps(found, indent=1) + "\n")
-    for line in (said := complaints(found, json.loads(BUDGET.read_text()))):
-        print(line)
+    said = complaints(found, json.loads(BUDGET.read_text()), whole=not arguments.sources)
+    print(*said, sep="\n", end="\n" if said else "")
     spilling = sum(usage["spill_bytes"] > 0 for usage in found.values())
     most = max(usage["registers"] for usage in found.values())
     print(f"{len(found)} kernels, at most {most} registers, {spilling} spill")
