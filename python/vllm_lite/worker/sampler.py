@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm_lite import ops
-from vllm_lite.worker.step_plan import NewRow, StepPlan, encode_result
+from vllm_lite.worker.step_plan import NewRow, StepPlan, encode_result, to_device
 
 
 @dataclass(slots=True)
@@ -121,11 +121,11 @@ class Sampler:
         mask = np.zeros(self._vocab_size, dtype=np.uint8)
         mask[new.history[: new.num_prompt_tokens]] = 1
         np.add.at(counts, new.history[new.num_prompt_tokens :], 1)
-        self._output_counts[new.row].copy_(torch.from_numpy(counts))
-        self._prompt_mask[new.row].copy_(torch.from_numpy(mask))
+        self._output_counts[new.row].copy_(self._upload(counts))
+        self._prompt_mask[new.row].copy_(self._upload(mask))
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return to_device(torch.from_numpy(np.ascontiguousarray(array)), self._device)
 
     def _ragged(
         self, rows: list[int], lists: dict[int, np.ndarray]

@@ -33,6 +33,14 @@ class NewRow:
     history: np.ndarray
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` itself on the CPU. To a GPU it goes from pinned memory, so that nobody waits."""
+    if device.type == "cpu":
+        return tensor
+    # torch's cache keeps the pinned memory until the copy has been made.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def step_words_of(plan: memoryview | bytes) -> list[int]:
     """The two words of a plan's step number, for an answer to a plan that failed."""
     words: list[int] = np.frombuffer(plan, dtype=np.int32, count=4)[2:4].tolist()

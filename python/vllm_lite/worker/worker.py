@@ -15,7 +15,7 @@ from vllm_lite.models import load_model
 from vllm_lite.worker.cuda import DecodeGraphs, check_device, measured_kv_memory
 from vllm_lite.worker.sampler import PendingResult, Sampler
 from vllm_lite.worker.step_inputs import InputSizes, StepInputs
-from vllm_lite.worker.step_plan import StepPlan
+from vllm_lite.worker.step_plan import StepPlan, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -114,10 +114,11 @@ class Worker:
             self._sampler.free_row(row)
         self._sampler.add_rows(plan.new_rows)
         if len(plan.table_updates):
-            row, index, block = plan.table_updates.to(self._device).long().unbind(1)
+            updates = to_device(plan.table_updates, self._device)
+            row, index, block = updates.long().unbind(1)
             self._block_tables[row, index] = block.int()
         if len(plan.block_copies):
-            ops.copy_blocks(self.kv_arena, plan.block_copies.to(self._device).contiguous())
+            ops.copy_blocks(self.kv_arena, to_device(plan.block_copies, self._device).contiguous())
         inputs, logits = self._compute(plan)
         count = plan.num_logits
         return self._sampler.sample(
