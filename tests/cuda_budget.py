@@ -7,7 +7,8 @@
 All takes some ten minutes of a processor, most of it attention; CI takes a few sources.
 
 A kernel may use no more registers, spilled bytes or static shared memory than its budget says. A
-kernel that the budget does not name, or that is gone, is an error too.
+kernel that the budget does not name, or that is gone, is an error too. Another release of nvcc than
+the budget's allocates registers in its own way: then the sources are only compiled.
 """
 
 import argparse
@@ -55,6 +56,13 @@ def parse(text: str) -> dict[str, Usage]:
             if shared := re.search(r"(\d+) bytes smem", line):
                 found[name]["shared_bytes"] = int(shared[1])
     return found
+
+
+def nvcc_release() -> str:
+    text = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"release (\d+\.\d+)", text)
+    assert match, text
+    return match[1]
 
 
 def readable(names: list[str]) -> list[str]:
@@ -111,8 +119,13 @@ def main() -> int:
         parser.error("--update is of all sources")
     found = measure(arguments.sources)
     if arguments.update:
-        BUDGET.write_text(json.dumps(found, indent=1) + "\n")
-    said = complaints(found, json.loads(BUDGET.read_text()), whole=not arguments.sources)
+        budget = {"nvcc": nvcc_release(), "kernels": found}
+        BUDGET.write_text(json.dumps(budget, indent=1) + "\n")
+    budget = json.loads(BUDGET.read_text())
+    if budget["nvcc"] != nvcc_release():
+        print(f"{len(found)} kernels compiled; the budget is of nvcc {budget['nvcc']}")
+        return 0
+    said = complaints(found, budget["kernels"], whole=not arguments.sources)
     print(*said, sep="\n", end="\n" if said else "")
     spilling = sum(usage["spill_bytes"] > 0 for usage in found.values())
     most = max(usage["registers"] for usage in found.values())
