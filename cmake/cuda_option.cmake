@@ -1,10 +1,15 @@
-# VLLM_LITE_CUDA=AUTO|ON|OFF -> VLLM_LITE_WITH_CUDA. ON without nvcc is an error, never a silent OFF.
+# VLLM_LITE_CUDA=AUTO|ON|OFF -> VLLM_LITE_WITH_CUDA. AUTO: where there are nvcc and a GPU; the kernels
+# take minutes to compile. ON without nvcc is an error, never a silent OFF.
 if(NOT VLLM_LITE_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "VLLM_LITE_CUDA=${VLLM_LITE_CUDA}: must be AUTO, ON or OFF")
 endif()
 
 set(VLLM_LITE_WITH_CUDA OFF)
-if(NOT VLLM_LITE_CUDA STREQUAL "OFF")
+set(has_gpu OFF)
+if(EXISTS /dev/nvidiactl OR EXISTS /dev/dxg)
+  set(has_gpu ON)
+endif()
+if(VLLM_LITE_CUDA STREQUAL "ON" OR (VLLM_LITE_CUDA STREQUAL "AUTO" AND has_gpu))
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     set(VLLM_LITE_WITH_CUDA ON)
@@ -16,7 +21,7 @@ endif()
 if(VLLM_LITE_WITH_CUDA)
   # For the GPUs of this machine; without one, for sm_80, whose PTX every later GPU can translate.
   if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
-    if(EXISTS /dev/nvidia0)
+    if(has_gpu)
       set(CMAKE_CUDA_ARCHITECTURES native)
     else()
       set(CMAKE_CUDA_ARCHITECTURES 80)

@@ -12,7 +12,10 @@ SCRIPT = Path(__file__).parents[1] / "cuda_budget.py"
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 def test_kernels_keep_their_budget() -> None:
-    sources = ["attention_head_64", "paged_attention", "sample", "store_kv", "rms_norm"]
+    sources = [
+        "attention_head_64", "attention_head_80_fp8", "paged_attention", "sample", "embedding",
+        "moe", "rms_norm", "rope", "silu_mul", "store_kv", "copy_blocks", "swap_blocks",
+    ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, SCRIPT, *sources], capture_output=True, text=True, check=False
     )
