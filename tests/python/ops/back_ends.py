@@ -6,6 +6,7 @@ argument is copied with its whole storage (so that strides and views stay what t
 back afterwards.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,9 @@ CUDA_PARAMS: list[Any] = ["cuda_on_host"]
 if torch.cuda.is_available():
     CUDA_PARAMS.append(pytest.param("cuda", marks=pytest.mark.cuda))
 PARAMS = [*ops.cpu_isas(), *CUDA_PARAMS]
-ON_HOST = Path(__file__).parents[3] / "build/dev/tests/cuda_on_host/_ops_cuda_on_host.so"
+ROOT = Path(__file__).parents[3]
+BUILD = ROOT / os.environ.get("VLLM_LITE_TEST_BUILD", "build/dev")
+ON_HOST = BUILD / "tests/cuda_on_host/_ops_cuda_on_host.so"
 
 
 # Arguments that stay on the CPU.
