@@ -22,6 +22,7 @@
 #include <cuda_runtime.h>
 
 #include <string>
+#include <type_traits>
 
 // VL_LAUNCH((kernel<A, B>), grid, block, dynamic_shared_bytes, stream, arguments...): `stream` is
 // the op's integer. Throws Error if the launch is refused.
@@ -305,7 +306,100 @@ __device__ __forceinline__ void copy_bulk_async(void* to_shared, const void* fro
           "r"(shared_address(to_shared)),
       "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
+// Makes this thread's writes to shared memory so far visible to what the bulk copies and wgmma do,
+// and orders them before its own later bulk copies.
+__device__ __forceinline__ void fence_async_proxy() {
+  VL_SM90_ASM("fence.proxy.async.shared::cta;" :: : "memory");
+}
 #undef VL_SM90_ASM
+
+// ---- wgmma (sm_90a; elsewhere a kernel that reaches it traps): by a warpgroup, four warps that
+// start at a multiple of four.
+//
+// The products are under way until they are waited for. Until then nobody may touch their sums, the
+// registers of `a`, or the matrix in shared memory.
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define VL_SM90A_ASM(...) asm volatile(__VA_ARGS__)
+#else
+#define VL_SM90A_ASM(...) __trap()
+#endif
+
+// Before the first product, and before one whose registers were written since the last.
+__device__ __forceinline__ void wgmma_fence() {
+  VL_SM90A_ASM("wgmma.fence.sync.aligned;" :: : "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  VL_SM90A_ASM("wgmma.commit_group.sync.aligned;" :: : "memory");
+}
+// Until at most kPending of the latest groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  VL_SM90A_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// A matrix of 16-bit elements in shared memory, for wgmma: [columns / 64][rows][64 columns], each
+// row of 64 in 128 bytes, of which the 16-byte chunk c of row r is stored at c ^ (r % 8). `p`: an
+// even 16-byte chunk of row r of the stored matrix with r % 8 == 0; all of it 1024-byte aligned.
+// column_block_bytes: from one block of 64 columns to the next.
+__device__ __forceinline__ uint64_t wgmma_matrix(const void* p, int column_block_bytes) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
+  return kSwizzle128 | kEightRows | static_cast<uint64_t>(column_block_bytes / 16) << 16 |
+         (shared_address(p) & 0x3ffff) / 16;
+}
+
+// d[64 x 8 kBlocks] = a[64x16] b[16 x 8 kBlocks], plus d if `accumulate`; float32 sums. Warp w of
+// the group holds rows 16 w to 16 w + 15 of a and d, as the fragments of mma_16x8x16 have them.
+// b is a wgmma_matrix: kRows: its stored rows are the rows of b (16, from p on; the columns are all
+// that kBlocks says); otherwise they are the columns of b (8 kBlocks of them, and the rows of b are
+// the 16 stored columns from p on).
+enum class WgmmaB { kRows, kColumns };
+
+#define VL_WGMMA_SUMS_8                                                                     \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
+  "%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, %38;\n\t}"
+#define VL_WGMMA_SUMS_16                                                                     \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"  \
+  "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45," \
+  "%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "               \
+  "{%64,%65,%66,%67}, %68, p, 1, 1, %70;\n\t}"
+#define VL_WGMMA_4(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+#define VL_WGMMA_32(d, n)                                                             \
+  VL_WGMMA_4(d[n]), VL_WGMMA_4(d[n + 1]), VL_WGMMA_4(d[n + 2]), VL_WGMMA_4(d[n + 3]), \
+      VL_WGMMA_4(d[n + 4]), VL_WGMMA_4(d[n + 5]), VL_WGMMA_4(d[n + 6]), VL_WGMMA_4(d[n + 7])
+#define VL_WGMMA_INPUTS                                                                  \
+  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), \
+      "n"(kB == WgmmaB::kRows ? 1 : 0)
+#define VL_WGMMA_TEXT(accumulate, shape, type, sums)                                               \
+  "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " accumulate ", 0;\n\twgmma.mma_async.sync.aligned." shape \
+  ".f32." type "." type " " sums
+
+template <typename T, WgmmaB kB, int kBlocks>
+__device__ __forceinline__ void wgmma(float (&d)[kBlocks][4], const uint32_t (&a)[4], uint64_t b,
+                                      bool accumulate) {
+  static_assert(kBlocks == 8 || kBlocks == 16);
+  static_assert(std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>);
+  if constexpr (kBlocks == 8 && std::is_same_v<T, BFloat16>) {
+    VL_SM90A_ASM(VL_WGMMA_TEXT("%37", "m64n64k16", "bf16", VL_WGMMA_SUMS_8) : VL_WGMMA_32(
+        d, 0) : VL_WGMMA_INPUTS);
+  } else if constexpr (kBlocks == 8) {
+    VL_SM90A_ASM(VL_WGMMA_TEXT("%37", "m64n64k16", "f16", VL_WGMMA_SUMS_8) : VL_WGMMA_32(
+        d, 0) : VL_WGMMA_INPUTS);
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    VL_SM90A_ASM(VL_WGMMA_TEXT("%69", "m64n128k16", "bf16", VL_WGMMA_SUMS_16) : VL_WGMMA_32(d, 0),
+                 VL_WGMMA_32(d, 8) : VL_WGMMA_INPUTS);
+  } else {
+    VL_SM90A_ASM(VL_WGMMA_TEXT("%69", "m64n128k16", "f16", VL_WGMMA_SUMS_16) : VL_WGMMA_32(d, 0),
+                 VL_WGMMA_32(d, 8) : VL_WGMMA_INPUTS);
+  }
+}
+#undef VL_WGMMA_SUMS_8
+#undef VL_WGMMA_SUMS_16
+#undef VL_WGMMA_4
+#undef VL_WGMMA_32
+#undef VL_WGMMA_INPUTS
+#undef VL_WGMMA_TEXT
+#undef VL_SM90A_ASM
 
 }  // namespace device
 }  // namespace vllm_lite
