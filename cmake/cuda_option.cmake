@@ -20,8 +20,21 @@ endif()
 
 if(VLLM_LITE_WITH_CUDA)
   # For the GPUs of this machine; without one, for sm_80, whose PTX every later GPU can translate.
+  # Hopper's wgmma is part of 90a alone, which "native" does not mean.
   if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
+    set(capabilities "")
     if(has_gpu)
+      execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
+                      OUTPUT_VARIABLE capabilities ERROR_QUIET)
+    endif()
+    string(REGEX MATCHALL "[0-9]+\\.[0-9]+" capabilities "${capabilities}")
+    list(REMOVE_DUPLICATES capabilities)
+    list(TRANSFORM capabilities REPLACE "\\." "")
+    list(TRANSFORM capabilities REPLACE "^90$" "90a")
+    if(capabilities)
+      list(TRANSFORM capabilities APPEND "-real")
+      set(CMAKE_CUDA_ARCHITECTURES ${capabilities})
+    elseif(has_gpu)
       set(CMAKE_CUDA_ARCHITECTURES native)
     else()
       set(CMAKE_CUDA_ARCHITECTURES 80)

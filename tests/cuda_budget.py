@@ -7,7 +7,8 @@
 All takes some ten minutes of a processor, most of it attention; CI takes a few sources.
 
 A kernel may use no more registers, spilled bytes or static shared memory than its budget says. A
-kernel that the budget does not name, or that is gone, is an error too. Another release of nvcc than
+kernel that the budget does not name, or that is gone, is an error too; so is a kernel whose wgmmas
+ptxas serialises. Another release of nvcc than
 the budget's allocates registers in its own way: then the sources are only compiled.
 """
 
@@ -38,6 +39,8 @@ def compile_kernels(source: Path) -> str:
         )  # fmt: skip
     if done.returncode != 0:
         raise RuntimeError(f"{source.name} does not compile for sm_90a:\n{done.stderr}")
+    if "Potential Performance Loss" in done.stderr:
+        raise RuntimeError(f"{source.name}: ptxas serialises wgmmas:\n{done.stderr}")
     return done.stderr
 
 

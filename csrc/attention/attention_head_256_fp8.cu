@@ -1,4 +1,4 @@
-#include "attention/attention_kernels.cuh"
+#include "attention/attention_launch.cuh"
 
 namespace vllm_lite {
 namespace attention {

@@ -91,6 +91,7 @@ struct ItemView {
 struct KeySpan {
   int begin, end;
 
+  __device__ __forceinline__ KeySpan(int first, int past_last) : begin(first), end(past_last) {}
   // Of rows row_begin .. row_end - 1.
   __device__ __forceinline__ KeySpan(const KernelArgs& args, const ItemView& view, int row_begin,
                                      int row_end)
@@ -99,6 +100,13 @@ struct KeySpan {
     begin = window_begin(args, view.position(args, row_begin));
     end = max(0, view.position(args, row_end - 1) + 1);
     begin = min(begin, end);
+  }
+  // Keys that all of these rows see; row_begin < row_end.
+  static __device__ __forceinline__ KeySpan seen_by_all(const KernelArgs& args,
+                                                        const ItemView& view, int row_begin,
+                                                        int row_end) {
+    return {window_begin(args, view.position(args, row_end - 1)),
+            view.position(args, row_begin) + 1};
   }
   static __device__ __forceinline__ int window_begin(const KernelArgs& args, int position) {
     const int window = args.params.sliding_window;
@@ -115,6 +123,10 @@ struct KeySpan {
   }
   __device__ __forceinline__ bool meets(int tile) const {
     return begin < end && tile * kTileTokens < end && (tile + 1) * kTileTokens > begin;
+  }
+  // Whether all keys of the tile that starts there are in the span.
+  __device__ __forceinline__ bool covers(int start) const {
+    return start >= begin && start + kTileTokens <= end;
   }
 };
 

@@ -11,57 +11,15 @@
 // is loaded to match, and the head's elements in `sums`, where value_column() says which they are.
 #pragma once
 
-#include "attention/attention_plan.h"
-#include "core/device.h"
+#include "attention/attention_layout.cuh"
 
 namespace vllm_lite {
 namespace attention {
 
-constexpr uint32_t kWholeWarp = 0xffffffffu;
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr int kHalfTile = kTileTokens / 2;
-// A key outside the item, whose place in shared memory is filled with zeros: 0 * NaN is NaN.
-constexpr uint32_t kNoRow = 0xffffffffu;
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fffffffu); }
-__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % 32; }
-
-// A tile [64 keys][head_size] of the cache in shared memory, in chunks of 16 bytes. The chunks of a
-// row are permuted so that the eight rows of an ldmatrix are in eight different bank groups.
-template <typename Kv, int kHeadSize>
-struct TileLayout {
-  static constexpr int kRowBytes = kHeadSize * static_cast<int>(sizeof(Kv));
-  static constexpr int kChunks = kRowBytes / 16;
-  static constexpr int kBytes = kTileTokens * kRowBytes;
-  // Rows of kChunks start in 8 / kSpread of the bank groups, and every kSpread chunks are permuted.
-  static constexpr int kSpread = kChunks % 8 == 0   ? 8
-                                 : kChunks % 4 == 0 ? 4
-                                 : kChunks % 2 == 0 ? 2
-                                                    : 1;
-
-  static __device__ __forceinline__ int offset(int row, int chunk) {
-    return (row * kChunks + (chunk ^ (row / (8 / kSpread) % kSpread))) * 16;
-  }
-
-  // Rows first_row .. first_row + kRows - 1 of a tile; lane i has the cache row of first_row + i.
-  template <int kRows>
-  static __device__ __forceinline__ void copy(unsigned char* tile, int first_row,
-                                              const unsigned char* cache, uint32_t lane_row) {
-    const int lane = device::opaque(lane_index());
-#pragma unroll 4
-    for (int i = 0; i < (kRows * kChunks + 31) / 32; ++i) {
-      const int index = i * 32 + lane;
-      const int row = index / kChunks, chunk = index % kChunks;
-      const uint32_t cache_row = __shfl_sync(kWholeWarp, lane_row, row % kRows);
-      if (kRows * kChunks % 32 != 0 && row >= kRows) continue;
-      const bool valid = cache_row != kNoRow;
-      device::copy_16_async(
-          tile + offset(first_row + row, chunk),
-          cache + (valid ? static_cast<uint64_t>(cache_row) : 0) * kRowBytes + chunk * 16, valid);
-    }
-  }
-};
 
 // Whether both 16-bit values of a pair are finite.
 __device__ __forceinline__ bool is_finite_pair(uint32_t pair, BFloat16) {
@@ -121,9 +79,9 @@ struct ScoreFactors {
 
 // The rows of one warp, while they go through their KV.
 // kPlain: neither soft cap nor ALiBi, and scale > 0.
-template <typename T, typename Kv, int kHeadSize, bool kPlain>
+template <typename T, typename Kv, int kHeadSize, bool kPlain,
+          typename Layout = PaddedLayout<Kv, kHeadSize>>
 struct WarpRows {
-  using Layout = TileLayout<Kv, kHeadSize>;
   static constexpr bool kFp8 = sizeof(Kv) == 1;
   static constexpr int kSteps = kHeadSize / 16;  // of the mma along the head
   static constexpr int kBlocks = kHeadSize / 8;  // columns of 8 of the sums
@@ -137,8 +95,9 @@ struct WarpRows {
   float scores[kTileTokens / 8][4];
   uint32_t weights[kTileTokens / 16][4];  // of a tile, as the left sides of mmas
   float sums[kBlocks][4];
-  // Of this lane's two rows. `weight` is the lane's part until the range is finished.
-  float maximum[2], weight[2];
+  // Of this lane's two rows. `weight` is the lane's part until the range is finished; `correction`:
+  // the factor that the last softmax found for the sums.
+  float maximum[2], weight[2], correction[2];
   int position[2];  // -1 or less: sees nothing
   int seen_begin[2];
   float slope[2];
@@ -242,8 +201,8 @@ struct WarpRows {
     }
   }
 
-  // Scores become weights; what was summed so far is rescaled to the new maximum. `start`: position
-  // of the tile's first key. is_masked: some row does not see all of the tile.
+  // Scores become weights, in float32; take_weights() goes on with them. `start`: position of the
+  // tile's first key. is_masked: some row does not see all of the tile.
   __device__ __forceinline__ void softmax(int start, bool is_masked) {
     const int first_key = start + lane_index() % 4 * 2;
     const auto for_each_score = [&](const auto& function) {
@@ -266,7 +225,6 @@ struct WarpRows {
         return key >= seen_begin[h] && key <= position[h] ? x : -infinity();
       });
     }
-    float correction[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float highest = -infinity();
@@ -297,6 +255,10 @@ struct WarpRows {
       }
       weight[h] = fmaf(weight[h], correction[h], tile_weight);
     }
+  }
+
+  // The weights become the mmas' operands, and what was summed so far is rescaled to the maximum.
+  __device__ __forceinline__ void take_weights() {
 #pragma unroll
     for (int step = 0; step < kTileTokens / 16; ++step) {
 #pragma unroll
@@ -335,6 +297,29 @@ struct WarpRows {
         });
       }
     }
+  }
+
+  // As score() and add_values(), by a warpgroup and under way until waited for; SwizzledLayout.
+  __device__ __forceinline__ void score_async(const unsigned char* keys) {
+    device::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      device::wgmma<T, device::WgmmaB::kColumns>(
+          scores, query[k],
+          device::wgmma_matrix(keys + Layout::offset(0, k * 2), Layout::kColumnBlockBytes), k > 0);
+    }
+    device::wgmma_commit();
+  }
+  __device__ __forceinline__ void add_values_async(const unsigned char* values) {
+    device::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTileTokens / 16; ++step) {
+      device::wgmma<T, device::WgmmaB::kRows>(
+          sums, weights[step],
+          device::wgmma_matrix(values + Layout::offset(step * 16, 0), Layout::kColumnBlockBytes),
+          true);
+    }
+    device::wgmma_commit();
   }
 
   // The lane's parts of the range's weights become the rows'.
@@ -376,43 +361,6 @@ struct WarpRows {
     if (lane_index() % 4 == 0) {
       total_state[lane_index() / 4] = make_float2(maximum[0], weight[0]);
       total_state[lane_index() / 4 + 8] = make_float2(maximum[1], weight[1]);
-    }
-  }
-
- private:
-  // Between loads from shared memory that would not fit into the registers together.
-  static __device__ __forceinline__ void keep_apart() {
-    if (!kQueryInRegisters) __syncwarp();
-  }
-
-  static __device__ __forceinline__ float tanh(float x) {
-    return 1.0f - 2.0f / (1.0f + device::exp2_approx(x * (2 * kLog2E)));
-  }
-
-  // The values of keys 16 * step .. 16 * step + 15 and of a pair of chunks of 16 bytes, as the
-  // right sides of mmas: function(block, b) for each block of eight columns.
-  template <typename Function>
-  static __device__ __forceinline__ void for_each_block(const unsigned char* values, int step,
-                                                        int chunk, int lane,
-                                                        const Function& function) {
-    const int row = step * 16 + lane % 16;
-    const bool is_pair = Layout::kChunks % 2 == 0 || chunk + 1 < Layout::kChunks;
-    uint32_t r[4];
-    device::load_matrices_transposed(
-        r, values + Layout::offset(row, chunk + (is_pair ? lane / 16 : 0)));
-    if constexpr (kFp8) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        if (c == 1 && !is_pair) continue;
-        const uint32_t even[2] = {widen<T>(r[2 * c], 0, 2), widen<T>(r[2 * c + 1], 0, 2)};
-        const uint32_t odd[2] = {widen<T>(r[2 * c], 1, 3), widen<T>(r[2 * c + 1], 1, 3)};
-        function(2 * (chunk + c), even);
-        function(2 * (chunk + c) + 1, odd);
-      }
-    } else {
-      const uint32_t b0[2] = {r[0], r[1]}, b1[2] = {r[2], r[3]};
-      function(chunk, b0);
-      function(chunk + 1, b1);
     }
   }
 
@@ -481,6 +429,43 @@ struct WarpRows {
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) sums[block][j] = copy[block][j];
+    }
+  }
+
+ private:
+  // Between loads from shared memory that would not fit into the registers together.
+  static __device__ __forceinline__ void keep_apart() {
+    if (!kQueryInRegisters) __syncwarp();
+  }
+
+  static __device__ __forceinline__ float tanh(float x) {
+    return 1.0f - 2.0f / (1.0f + device::exp2_approx(x * (2 * kLog2E)));
+  }
+
+  // The values of keys 16 * step .. 16 * step + 15 and of a pair of chunks of 16 bytes, as the
+  // right sides of mmas: function(block, b) for each block of eight columns.
+  template <typename Function>
+  static __device__ __forceinline__ void for_each_block(const unsigned char* values, int step,
+                                                        int chunk, int lane,
+                                                        const Function& function) {
+    const int row = step * 16 + lane % 16;
+    const bool is_pair = Layout::kChunks % 2 == 0 || chunk + 1 < Layout::kChunks;
+    uint32_t r[4];
+    device::load_matrices_transposed(
+        r, values + Layout::offset(row, chunk + (is_pair ? lane / 16 : 0)));
+    if constexpr (kFp8) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        if (c == 1 && !is_pair) continue;
+        const uint32_t even[2] = {widen<T>(r[2 * c], 0, 2), widen<T>(r[2 * c + 1], 0, 2)};
+        const uint32_t odd[2] = {widen<T>(r[2 * c], 1, 3), widen<T>(r[2 * c + 1], 1, 3)};
+        function(2 * (chunk + c), even);
+        function(2 * (chunk + c) + 1, odd);
+      }
+    } else {
+      const uint32_t b0[2] = {r[0], r[1]}, b1[2] = {r[2], r[3]};
+      function(chunk, b0);
+      function(chunk + 1, b1);
     }
   }
 };

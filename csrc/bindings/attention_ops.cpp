@@ -1,4 +1,5 @@
 // Paged attention for Python.
+#include "attention/attention_instructions.h"
 #include "attention/attention_plan.h"
 #include "attention/params.h"
 #include "bindings/back_ends.h"
@@ -6,6 +7,8 @@
 
 namespace vllm_lite {
 namespace {
+
+void allow_hopper(bool allowed) { attention::hopper_allowed = allowed; }
 
 template <void (*kKernel)(const PagedAttentionParams&)>
 void paged_attention(Tensor out, Tensor query, Tensor kv_cache, Tensor block_tables, Tensor rows,
@@ -122,6 +125,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(VL_OPS, m) {
       "attention_plan_size(int num_tokens, int num_seqs, int num_heads, int num_kv_heads, "
       "int num_multiprocessors) -> int");
   m.def("attention_workspace_size(int num_kv_heads, int head_size) -> int");
+  m.def("allow_hopper_attention(bool allowed) -> ()");
 }
 
 #define VL_ATTENTION_OPS(back_end) \
@@ -133,6 +137,7 @@ STABLE_TORCH_LIBRARY_IMPL(VL_OPS, CPU, m) { m.impl("plan_attention", TORCH_BOX(&
 STABLE_TORCH_LIBRARY_IMPL(VL_OPS, CompositeExplicitAutograd, m) {
   m.impl("attention_plan_size", TORCH_BOX(&plan_size));
   m.impl("attention_workspace_size", TORCH_BOX(&workspace_size));
+  m.impl("allow_hopper_attention", TORCH_BOX(&allow_hopper));
 }
 
 }  // namespace

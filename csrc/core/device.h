@@ -62,34 +62,21 @@ inline void check_cuda(cudaError_t error, const char* what) {
 
 // ---- host side
 
-// Multiprocessors of the current device.
-inline int num_multiprocessors() {
-  int current = 0, count = 0;
+inline int current_device() {
+  int current = 0;
   check_cuda(cudaGetDevice(&current), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, current),
-             "cudaDeviceGetAttribute");
-  return count;
+  return current;
 }
-
-// 10 * major + minor of the current device: 80, 90, ...
-inline int compute_capability() {
-  int current = 0, major = 0, minor = 0;
-  check_cuda(cudaGetDevice(&current), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, current),
-             "cudaDeviceGetAttribute");
-  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, current),
-             "cudaDeviceGetAttribute");
-  return 10 * major + minor;
+// Of the current device.
+inline int attribute(cudaDeviceAttr which) {
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, which, current_device()), "cudaDeviceGetAttribute");
+  return value;
 }
+inline int num_multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
 
 // Bytes of dynamic shared memory that one block may use on the current device.
-inline int max_dynamic_shared_bytes() {
-  int current = 0, bytes = 0;
-  check_cuda(cudaGetDevice(&current), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, current),
-             "cudaDeviceGetAttribute");
-  return bytes;
-}
+inline int max_dynamic_shared_bytes() { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
 // Lets `kernel` use more than 48 KiB of dynamic shared memory.
 template <typename Kernel>
@@ -117,6 +104,10 @@ inline void copy_async(void* to, const void* from, int64_t bytes, int64_t stream
 inline void fill_async(void* to, int byte, int64_t bytes, int64_t stream) {
   check_cuda(cudaMemsetAsync(to, byte, static_cast<size_t>(bytes), as_stream(stream)),
              "cudaMemsetAsync");
+}
+
+inline void synchronize(int64_t stream) {
+  check_cuda(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
 }
 
 // ---- element types
@@ -272,6 +263,14 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
 #else
 #define VL_SM90_ASM(...) __trap()
 #endif
+// Whether the running code was compiled for a device that has them.
+__device__ constexpr bool has_bulk_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  return true;
+#else
+  return false;
+#endif
+}
 
 // By one thread; the others may use it after a barrier.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
@@ -288,14 +287,13 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
       "r"(bytes) : "memory");
 }
-// Whether the phase of this parity has ended; waits a while for it.
-__device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
-  uint32_t ended = 0;
+// Until the phase of this parity has ended.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   VL_SM90_ASM(
-      "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-      "selp.b32 %0, 1, 0, p;\n\t}" : "=r"(ended) : "r"(shared_address(barrier)),
+      "{\n\t.reg .pred p;\n\tTRY:\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t"
+      "@!p bra TRY;\n\t}" ::"r"(shared_address(barrier)),
       "r"(parity) : "memory");
-  return ended != 0;
 }
 // From global to shared memory, by one thread: a multiple of 16 bytes, both sides 16-byte aligned.
 // Counts for the mbarrier's expected bytes when it is done.
@@ -324,6 +322,13 @@ __device__ __forceinline__ void fence_async_proxy() {
 #else
 #define VL_SM90A_ASM(...) __trap()
 #endif
+__device__ constexpr bool has_wgmma() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  return true;
+#else
+  return false;
+#endif
+}
 
 // Before the first product, and before one whose registers were written since the last.
 __device__ __forceinline__ void wgmma_fence() {
@@ -331,6 +336,16 @@ __device__ __forceinline__ void wgmma_fence() {
 }
 __device__ __forceinline__ void wgmma_commit() {
   VL_SM90A_ASM("wgmma.commit_group.sync.aligned;" :: : "memory");
+}
+// Registers of each thread of this warpgroup from now on, a multiple of 8: those of the launch are
+// handed back, or more taken when others have handed theirs back.
+template <int kRegisters>
+__device__ __forceinline__ void keep_registers() {
+  VL_SM90A_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  VL_SM90A_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 // Until at most kPending of the latest groups are still under way.
 template <int kPending>

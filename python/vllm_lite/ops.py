@@ -105,6 +105,11 @@ def attention_workspace_size(num_kv_heads: int, head_size: int) -> int:
     return int(_ops.attention_workspace_size(num_kv_heads, head_size))
 
 
+def allow_hopper_attention(allowed: bool) -> None:
+    """For tests and benchmarks: whether CUDA attention uses Hopper's bulk copies and wgmma."""
+    _ops.allow_hopper_attention(allowed)
+
+
 def store_kv(
     key: torch.Tensor,
     value: torch.Tensor,

@@ -34,6 +34,7 @@ HOST_OPS = (
     "plan_attention",
     "attention_plan_size",
     "attention_workspace_size",
+    "allow_hopper_attention",
     "sample_workspace_bytes",
 )
 
@@ -122,6 +123,7 @@ def use(back_end: str) -> Iterator[None]:
         elif back_end == "cuda_on_host":
             if not ON_HOST.exists():
                 raise FileNotFoundError(f"{ON_HOST}: `make test` builds it")
+            os.environ.setdefault("CUDA_ON_HOST_COMPUTE_CAPABILITY", "90")
             torch.ops.load_library(ON_HOST)
             patch.setattr(ops, "_ops", torch.ops.vllm_lite_cuda_on_host)
             yield

@@ -27,6 +27,25 @@ def back_end(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_hopper_kernels_give_the_same_bits(
+    head_size: int, dtype: torch.dtype, window: int
+) -> None:
+    lengths = [(1, 700), (1, 64), (9, 600), (300, 300), (130, 900), (20, 40), (64, 320)]
+    sequences = make_sequences(lengths, 2, 4, head_size, dtype)
+    options = options_for(head_size, sliding_window=window)
+    with_hopper = run(sequences, options, 16)
+    ops.allow_hopper_attention(False)
+    try:
+        without = run(sequences, options, 32, seed=1)
+    finally:
+        ops.allow_hopper_attention(True)
+    for a, b in zip(with_hopper, without, strict=True):
+        assert torch.equal(a, b)
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 300},
