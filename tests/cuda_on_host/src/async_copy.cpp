@@ -11,8 +11,6 @@
 namespace cuda_on_host {
 namespace {
 
-constexpr uint32_t kCopyBytes = 16;
-
 void check_aligned(const char* what, const void* p, size_t alignment) {
   if (reinterpret_cast<uintptr_t>(p) % alignment != 0) {
     fail(std::string(what) + ": an address is not " + std::to_string(alignment) + "-byte aligned");
@@ -34,7 +32,28 @@ void copy_now(void* to, const void* from, size_t bytes) {
   }
 }
 
+// The async proxy (wgmma) sees this copy of the running thread after its next fence.
+void mark_copy(const void* to) {
+  SharedMemory& shared = current.block->shared;
+  if (shared.copy_marks.empty()) return;
+  const Thread& thread = *current.thread;
+  shared.copy_marks[shared_address(to) / kCopyBytes] = {
+      static_cast<uint32_t>(&thread - current.block->threads.get()) + 1, thread.proxy_fences};
+}
+
+// A bulk copy is the async proxy's own.
+void clear_marks(const void* to, size_t bytes) {
+  SharedMemory& shared = current.block->shared;
+  const size_t first = shared_address(to) / kCopyBytes;
+  for (size_t i = 0; i < bytes / kCopyBytes; ++i) shared.copy_marks[first + i] = {0, 0};
+}
+
 }  // namespace
+
+void fence_async_proxy() {
+  check_sm90("fence.proxy.async");
+  ++current.thread->proxy_fences;
+}
 
 void copy_16_async(void* to_shared, const void* from, bool valid) {
   const KernelFrame frame(__builtin_return_address(0));
@@ -59,6 +78,7 @@ void wait_copies(uint32_t pending) {
   const size_t copies = queue.group_ends[groups - 1];
   for (size_t i = 0; i < copies; ++i) {
     copy_now(queue.copies[i].to, queue.copies[i].from, kCopyBytes);
+    mark_copy(queue.copies[i].to);
   }
   queue.copies.erase(queue.copies.begin(), queue.copies.begin() + static_cast<long>(copies));
   queue.group_ends.erase(queue.group_ends.begin(),
@@ -72,15 +92,8 @@ namespace {
 
 constexpr uint64_t kObjectTag = 0xba221e2000000000u;
 
-void check_architecture(const char* what) {
-  if (options().compute_capability < 90) {
-    fail(std::string(what) + " needs compute capability 9.0; options().compute_capability is " +
-         std::to_string(options().compute_capability));
-  }
-}
-
 MBarrier& mbarrier_at(uint64_t* object, const char* what) {
-  check_architecture(what);
+  check_sm90(what);
   shared_address(object);
   check_aligned(what, object, 8);
   announce_read(object, sizeof(*object));
@@ -97,7 +110,10 @@ void end_phase_if_complete(MBarrier& barrier) {
   if (barrier.missing != 0 || barrier.expected_bytes != barrier.pending_bytes) return;
   char* order = &barrier.order[barrier.phase & 1];
   observe(order);
-  for (const MBarrier::BulkCopy& copy : barrier.copies) copy_now(copy.to, copy.from, copy.bytes);
+  for (const MBarrier::BulkCopy& copy : barrier.copies) {
+    copy_now(copy.to, copy.from, copy.bytes);
+    clear_marks(copy.to, copy.bytes);
+  }
   publish(order);
   barrier.copies.clear();
   barrier.expected_bytes = barrier.pending_bytes = 0;
@@ -120,7 +136,7 @@ void arrive(uint64_t* object, uint32_t bytes, const char* what) {
 
 void mbarrier_init(uint64_t* object, uint32_t arrivals) {
   const KernelFrame frame(__builtin_return_address(0));
-  check_architecture("mbarrier.init");
+  check_sm90("mbarrier.init");
   shared_address(object);
   check_aligned("mbarrier.init", object, 8);
   if (arrivals == 0) fail("mbarrier.init: needs one arrival at least");

@@ -13,11 +13,6 @@ constinit thread_local Current current{nullptr, nullptr};
 
 namespace {
 
-std::string coordinates(uint3 index) {
-  return "(" + std::to_string(index.x) + "," + std::to_string(index.y) + "," +
-         std::to_string(index.z) + ")";
-}
-
 uint64_t next_random(uint64_t& state) {  // splitmix64
   uint64_t x = state += 0x9e3779b97f4a7c15u;
   x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
@@ -132,6 +127,11 @@ Warp::Meeting& find_meeting(Warp& warp, const Collective& collective, uint32_t m
 
 void end_thread(Block& block, Thread& thread) {
   if (!thread.copies.copies.empty()) fail("the thread returned with cp.async copies in flight");
+  if (!thread.wgmma.products.empty()) fail("the thread returned with wgmma products in flight");
+  if (block.warp_groups[thread.warp / kWarpsPerGroup].arrived != 0) {
+    fail("the thread returned while others of its warpgroup wait for it at wgmma");
+  }
+  thread.wgmma = {};
   thread.done = true;
   --block.live;
   if (block.barriers[0].arrived != 0) {
@@ -191,6 +191,7 @@ void Block::run(uint3 block_index, uint64_t seed) {
   num_started += num_threads;
   ready_warps = current_warp = 0;
   std::fill(std::begin(barriers), std::end(barriers), Barrier{});
+  std::fill(std::begin(warp_groups), std::end(warp_groups), WarpGroup{});
   std::fill(mbarriers, mbarriers + num_mbarriers, MBarrier{});
   num_mbarriers = 0;
   shared.reset();
@@ -219,6 +220,18 @@ void Block::run(uint3 block_index, uint64_t seed) {
       throw KernelError("the block ended with bulk copies in flight [block " + coordinates(index) +
                         "]");
     }
+  }
+}
+
+std::string coordinates(uint3 index) {
+  return "(" + std::to_string(index.x) + "," + std::to_string(index.y) + "," +
+         std::to_string(index.z) + ")";
+}
+
+void check_sm90(const char* what) {
+  if (options().compute_capability < 90) {
+    fail(std::string(what) + " needs compute capability 9.0; options().compute_capability is " +
+         std::to_string(options().compute_capability));
   }
 }
 
@@ -268,16 +281,17 @@ void meet(const Collective& collective, uint32_t mask, void* operands) {
   }
   Warp::Meeting& meeting = find_meeting(warp, collective, mask);
   char* order = meeting.order;
-  if (collective.orders_memory) publish(order);
+  if (collective.order == Collective::Order::kAll) publish(order);
   thread.operands = operands;
   meeting.arrived |= lane;
   if (all_arrived(warp, meeting)) {
     complete(warp, meeting);
+    if (collective.order == Collective::Order::kAfterLast) publish(order);
     if (block.random) yield();
   } else {
     wait_at(collective.name);
   }
-  if (collective.orders_memory) observe(order);
+  if (collective.order != Collective::Order::kNone) observe(order);
 }
 
 }  // namespace cuda_on_host

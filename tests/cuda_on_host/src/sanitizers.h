@@ -39,6 +39,15 @@ inline void unpoison([[maybe_unused]] const void* p, [[maybe_unused]] size_t byt
 #endif
 }
 
+// Whether an array there is known to be out of scope.
+inline bool is_poisoned([[maybe_unused]] void* p, [[maybe_unused]] size_t bytes) {
+#if defined(CUDA_ON_HOST_ADDRESS_SANITIZER)
+  return __asan_region_is_poisoned(p, bytes) != nullptr;
+#else
+  return false;
+#endif
+}
+
 // What the running thread did so far happens before what others do after observe(token).
 inline void publish([[maybe_unused]] void* token) {
 #if defined(CUDA_ON_HOST_THREAD_SANITIZER)

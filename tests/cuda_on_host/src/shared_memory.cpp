@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cuda_on_host/block.h"
+#include "cuda_on_host/options.h"
 #include "sanitizers.h"
 
 namespace cuda_on_host {
@@ -14,8 +15,8 @@ namespace {
 
 constexpr size_t kGap = 64;
 constexpr size_t kAlignment = 1024;
-// Static variables with the gaps between them.
-constexpr size_t kStaticRegion = 2 * kStaticSharedBytes;
+// Of an address in a wgmma descriptor.
+constexpr size_t kAddressSpace = 1 << 18;
 
 size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -23,12 +24,17 @@ size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multipl
 
 SharedMemory::SharedMemory(uint32_t dynamic_size, uint32_t total_limit)
     : dynamic_bytes(dynamic_size), limit(total_limit) {
-  size = kStaticRegion + kAlignment + round_up(dynamic_bytes, kAlignment) + kAlignment;
+  const size_t rest = round_up(dynamic_bytes, kAlignment) + 2 * kAlignment;
+  // Static variables with the gaps between them. What a block of a real device may use leaves 27
+  // KiB of the address space for gaps.
+  static_region = std::min<size_t>(2 * kStaticSharedBytes, kAddressSpace - rest);
+  size = static_region + rest;
   memory = static_cast<std::byte*>(std::aligned_alloc(kAlignment, size));
   if (memory == nullptr) throw std::bad_alloc();
-  dynamic = memory + kStaticRegion + kAlignment;
+  dynamic = memory + static_region + kAlignment;
   variables.reserve(kMaxSharedVariables);
-  next_static = kStaticRegion;  // all of it is to be filled at first
+  if (options().compute_capability >= 90) copy_marks.resize(size / kCopyBytes);
+  next_static = static_region;  // all of it is to be filled at first
 }
 
 SharedMemory::~SharedMemory() {
@@ -45,6 +51,7 @@ void SharedMemory::reset() {
   next_static = kGap;
   static_bytes = 0;
   variables.clear();
+  std::fill(copy_marks.begin(), copy_marks.end(), CopyMark{});
 }
 
 void* static_shared(const void* key, size_t bytes, size_t alignment) {
@@ -57,7 +64,7 @@ void* static_shared(const void* key, size_t bytes, size_t alignment) {
   shared.static_bytes += static_cast<uint32_t>(bytes);
   if (shared.static_bytes > kStaticSharedBytes ||
       shared.static_bytes + shared.dynamic_bytes > shared.limit ||
-      offset + bytes + kGap > kStaticRegion) {
+      offset + bytes + kGap > shared.static_region) {
     fail("too much shared memory: " + std::to_string(shared.static_bytes) + " static and " +
          std::to_string(shared.dynamic_bytes) + " dynamic bytes; the limit is " +
          std::to_string(shared.limit));

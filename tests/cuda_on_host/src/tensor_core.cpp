@@ -7,6 +7,7 @@
 #include "cuda_on_host/block.h"
 #include "cuda_on_host/number_formats.h"
 #include "cuda_on_host/shared_memory.h"
+#include "mma_fragments.h"
 #include "sanitizers.h"
 
 namespace cuda_on_host {
@@ -18,10 +19,7 @@ void check_whole_warp(uint32_t lanes, const char* what) {
   if (lanes != kAllLanes) fail(std::string(what) + " needs all 32 lanes of the warp");
 }
 
-// ---- mma.m16n8k16. In lane l, with g = l / 4 and t = l % 4 (PTX ISA, fragments of m16n8k16):
-// register i of A holds row g + 8 (i % 2), columns 2 t + 8 (i / 2) and the next;
-// register i of B holds rows 2 t + 8 i and the next, column g;
-// element i of C and D is row g + 8 (i / 2), column 2 t + i % 2.
+// ---- mma.m16n8k16
 
 struct MmaOperands {
   float* d;
@@ -32,29 +30,16 @@ struct MmaOperands {
 template <float (*kToFloat)(uint16_t)>
 void complete_mma(Warp& warp, uint32_t lanes) {
   check_whole_warp(lanes, "mma.sync");
-  float a[16][16], b[16][8], products[16][8] = {};
+  float a[16][16], b[16][8], products[16][8];
   for (int lane = 0; lane < kWarpSize; ++lane) {
     const auto& operands = *static_cast<MmaOperands*>(warp.threads[lane]->operands);
-    const int g = lane / 4, t = lane % 4;
-    for (int half = 0; half < 2; ++half) {
-      const auto element = [half](uint32_t pair) {
-        return kToFloat(static_cast<uint16_t>(pair >> 16 * half));
-      };
-      for (int i = 0; i < 4; ++i) {
-        a[g + 8 * (i % 2)][2 * t + half + 8 * (i / 2)] = element(operands.a[i]);
-      }
-      for (int i = 0; i < 2; ++i) b[2 * t + half + 8 * i][g] = element(operands.b[i]);
-    }
+    unpack_a<kToFloat>(lane, operands.a, a);
+    unpack_b<kToFloat>(lane, operands.b, b);
   }
-  for (int row = 0; row < 16; ++row) {
-    for (int k = 0; k < 16; ++k) {
-      for (int column = 0; column < 8; ++column) products[row][column] += a[row][k] * b[k][column];
-    }
-  }
+  multiply(a, b, products);
   for (int lane = 0; lane < kWarpSize; ++lane) {
     float* d = static_cast<MmaOperands*>(warp.threads[lane]->operands)->d;
-    const int g = lane / 4, t = lane % 4;
-    for (int i = 0; i < 4; ++i) d[i] += products[g + 8 * (i / 2)][2 * t + i % 2];
+    for (int i = 0; i < 4; ++i) d[i] += products[row_of_d(lane, i)][column_of_d(lane, i)];
   }
 }
 

@@ -145,7 +145,7 @@ constexpr Collective kReductions[] = {{"__reduce_add_sync()", complete_reduce<T,
                                       {"__reduce_or_sync()", complete_reduce<T, Reduce::kOr>},
                                       {"__reduce_xor_sync()", complete_reduce<T, Reduce::kXor>}};
 
-constexpr Collective kSyncWarp{"__syncwarp()", [](Warp&, uint32_t) {}, /*orders_memory=*/true};
+constexpr Collective kSyncWarp{"__syncwarp()", [](Warp&, uint32_t) {}, Collective::Order::kAll};
 
 }  // namespace
 

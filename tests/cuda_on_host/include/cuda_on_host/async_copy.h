@@ -13,6 +13,9 @@ void commit_copies();
 // Until at most `pending` of the thread's latest groups are unfinished.
 void wait_copies(uint32_t pending);
 
+// fence.proxy.async: wgmma may read what the thread's cp.async wrote so far.
+void fence_async_proxy();
+
 // sm_90: mbarrier objects and cp.async.bulk.
 void mbarrier_init(uint64_t* barrier, uint32_t arrivals);
 void mbarrier_arrive(uint64_t* barrier);

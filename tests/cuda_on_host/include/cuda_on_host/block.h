@@ -16,11 +16,13 @@
 
 #include "cuda_on_host/fiber.h"
 #include "cuda_on_host/language.h"
+#include "cuda_on_host/wgmma.h"
 
 namespace cuda_on_host {
 
 inline constexpr int kWarpSize = 32;
 inline constexpr int kMaxThreads = 1024;
+inline constexpr uint32_t kCopyBytes = 16;  // of cp.async
 inline constexpr int kNumBarriers = 16;
 inline constexpr uint32_t kMaxMBarriers = 64;
 inline constexpr size_t kMaxSharedVariables = 64;
@@ -34,7 +36,9 @@ struct Collective {
   // Called by the last lane; `lanes` are those that take part. Each lane's operands are at
   // warp.threads[lane]->operands.
   void (*complete)(Warp& warp, uint32_t lanes);
-  bool orders_memory = false;  // for ThreadSanitizer: only __syncwarp does
+  // For ThreadSanitizer: what comes before what the lanes do afterwards. Only __syncwarp orders all
+  // lanes; where the last lane reads memory for all of them, they are ordered after that one.
+  enum class Order { kNone, kAll, kAfterLast } order = Order::kNone;
 };
 
 // cp.async: copies happen when they are waited for, so that a missing wait shows.
@@ -55,6 +59,8 @@ struct Thread {
   const char* waits_at = nullptr;  // what it waits at; null while it runs
   void* operands = nullptr;        // of the collective it waits at, on its own stack
   CopyQueue copies;
+  uint32_t proxy_fences = 0;  // fence.proxy.async so far
+  WgmmaQueue wgmma;
 };
 
 struct Warp {
@@ -109,14 +115,21 @@ struct SharedMemory {
     const void* key;
     std::byte* address;
   };
+  // The latest cp.async to 16 bytes: which thread (1 and more; 0: none), after how many of its
+  // fences.
+  struct CopyMark {
+    uint32_t writer, fences;
+  };
   std::byte* memory = nullptr;
   size_t size = 0;
   std::byte* dynamic = nullptr;
   uint32_t dynamic_bytes = 0;
-  size_t next_static = 0;           // offset of the next variable
-  uint32_t static_bytes = 0;        // of all variables, without the gaps
-  uint32_t limit = 0;               // static and dynamic
-  std::vector<Variable> variables;  // never grows past what it reserved, for the same reason
+  size_t static_region = 0;          // bytes for the variables, with gaps
+  size_t next_static = 0;            // offset of the next variable
+  uint32_t static_bytes = 0;         // of all variables, without the gaps
+  uint32_t limit = 0;                // static and dynamic
+  std::vector<Variable> variables;   // never grows past what it reserved, for the same reason
+  std::vector<CopyMark> copy_marks;  // of all 16 bytes; empty where there is no async proxy
 
   SharedMemory(uint32_t dynamic_size, uint32_t total_limit);
   ~SharedMemory();
@@ -137,6 +150,7 @@ struct Block {
   Barrier barriers[kNumBarriers];
   MBarrier mbarriers[kMaxMBarriers];
   uint32_t num_mbarriers = 0;
+  WarpGroup warp_groups[kMaxThreads / kWarpSize / kWarpsPerGroup];
   SharedMemory shared;
 
   Fiber os_thread;
@@ -171,6 +185,9 @@ extern constinit thread_local Current current __attribute__((tls_model("initial-
 // Throws KernelError with the running block and thread, or those given.
 [[noreturn]] void fail(const std::string& what);
 [[noreturn]] void fail(const std::string& what, const Thread& thread);
+std::string coordinates(uint3 index);
+// Fails where the device that is pretended is older than sm_90.
+void check_sm90(const char* what);
 
 // The running thread waits (at something that has a name) until it is made ready.
 void wait_at(const char* what);

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "core/check.h"
 #include "cuda_on_host/async_copy.h"
@@ -20,6 +21,7 @@
 #include "cuda_on_host/shared_memory.h"
 #include "cuda_on_host/tensor_core.h"
 #include "cuda_on_host/warp_ops.h"
+#include "cuda_on_host/wgmma.h"
 
 #define VL_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                       \
   ::vllm_lite::device::launch_on_host(kernel, #kernel, (grid), (block), (shared_bytes), \
@@ -172,10 +174,37 @@ inline void barrier_arrive(int id, int threads) {
 // ---- mbarriers and bulk copies (sm_90)
 
 using cuda_on_host::copy_bulk_async;
+using cuda_on_host::fence_async_proxy;
 using cuda_on_host::mbarrier_arrive;
 using cuda_on_host::mbarrier_arrive_expect;
 using cuda_on_host::mbarrier_init;
 using cuda_on_host::mbarrier_try_wait;
+
+// ---- wgmma (sm_90a)
+
+using cuda_on_host::wgmma_commit;
+using cuda_on_host::wgmma_fence;
+template <int kPending>
+void wgmma_wait() {
+  cuda_on_host::wgmma_wait(kPending);
+}
+
+inline uint64_t wgmma_matrix(const void* p, int column_block_bytes) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
+  return kSwizzle128 | kEightRows | static_cast<uint64_t>(column_block_bytes / 16) << 16 |
+         (shared_address(p) & 0x3ffff) / 16;
+}
+
+enum class WgmmaB { kRows, kColumns };
+
+template <typename T, WgmmaB kB, int kBlocks>
+void wgmma(float (&d)[kBlocks][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  static_assert(kBlocks == 8 || kBlocks == 16);
+  static_assert(std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>);
+  constexpr auto kType = std::is_same_v<T, BFloat16> ? cuda_on_host::Float16Kind::kBFloat16
+                                                     : cuda_on_host::Float16Kind::kFloat16;
+  cuda_on_host::wgmma({kType, kB == WgmmaB::kRows, kBlocks}, &d[0][0], a, b, accumulate);
+}
 
 }  // namespace device
 }  // namespace vllm_lite
