@@ -162,7 +162,7 @@ void mbarrier_arrive_expect(uint64_t* object, uint32_t bytes) {
   arrive(object, bytes, "mbarrier.arrive.expect_tx");
 }
 
-bool mbarrier_try_wait(uint64_t* object, uint32_t parity) {
+void mbarrier_wait(uint64_t* object, uint32_t parity) {
   const KernelFrame frame(__builtin_return_address(0));
   MBarrier& barrier = mbarrier_at(object, "mbarrier.try_wait");
   const uint32_t phase = barrier.phase & 1;
@@ -173,7 +173,6 @@ bool mbarrier_try_wait(uint64_t* object, uint32_t parity) {
     scheduling_point();
   }
   observe(&barrier.order[parity]);
-  return true;
 }
 
 void copy_bulk_async(void* to_shared, const void* from, uint32_t bytes, uint64_t* object) {

@@ -84,8 +84,7 @@ TEST_F(AsyncCopy, MisuseIsReportedWithBlockAndThread) {
 // ---- mbarriers and bulk copies
 
 __device__ void wait_for_phase(uint64_t* barrier, uint32_t parity) {
-  while (!mbarrier_try_wait(barrier, parity)) {
-  }
+  mbarrier_wait(barrier, parity);
 }
 
 // Warp 0 copies tiles into a ring of two; warps 1 and 2 add them up.

@@ -20,8 +20,8 @@ void fence_async_proxy();
 void mbarrier_init(uint64_t* barrier, uint32_t arrivals);
 void mbarrier_arrive(uint64_t* barrier);
 void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes);
-// Whether the phase of that parity has ended; may wait for it.
-bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity);
+// Until the phase of that parity has ended.
+void mbarrier_wait(uint64_t* barrier, uint32_t parity);
 void copy_bulk_async(void* to_shared, const void* from, uint32_t bytes, uint64_t* barrier);
 
 }  // namespace cuda_on_host

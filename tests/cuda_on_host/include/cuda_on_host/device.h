@@ -57,8 +57,8 @@ void launch_on_host(void (*kernel)(Parameters...), const char* name, dim3 grid, 
   }
 }
 
+inline int current_device() { return 0; }
 inline int num_multiprocessors() { return cuda_on_host::options().num_multiprocessors; }
-inline int compute_capability() { return cuda_on_host::options().compute_capability; }
 inline int max_dynamic_shared_bytes() { return cuda_on_host::options().max_dynamic_shared_bytes; }
 
 template <typename Kernel>
@@ -81,6 +81,8 @@ inline void copy_async(void* to, const void* from, int64_t bytes, int64_t /*stre
 inline void fill_async(void* to, int byte, int64_t bytes, int64_t /*stream*/) {
   std::memset(to, byte, static_cast<size_t>(bytes));
 }
+
+inline void synchronize(int64_t /*stream*/) {}
 
 // ---- element types
 
@@ -174,14 +176,21 @@ inline void barrier_arrive(int id, int threads) {
 // ---- mbarriers and bulk copies (sm_90)
 
 using cuda_on_host::copy_bulk_async;
+inline bool has_bulk_copies() { return cuda_on_host::options().compute_capability >= 90; }
 using cuda_on_host::fence_async_proxy;
 using cuda_on_host::mbarrier_arrive;
 using cuda_on_host::mbarrier_arrive_expect;
 using cuda_on_host::mbarrier_init;
-using cuda_on_host::mbarrier_try_wait;
+using cuda_on_host::mbarrier_wait;
 
 // ---- wgmma (sm_90a)
 
+inline bool has_wgmma() { return cuda_on_host::options().compute_capability == 90; }
+// Here a thread has all the registers that it wants.
+template <int kRegisters>
+void keep_registers() {}
+template <int kRegisters>
+void take_registers() {}
 using cuda_on_host::wgmma_commit;
 using cuda_on_host::wgmma_fence;
 template <int kPending>
