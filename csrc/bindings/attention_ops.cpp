@@ -4,6 +4,7 @@
 #include "attention/params.h"
 #include "bindings/back_ends.h"
 #include "bindings/op_args.h"
+#include "bindings/op_lists.h"
 
 namespace vllm_lite {
 namespace {
@@ -76,7 +77,7 @@ void paged_attention(Tensor out, Tensor query, Tensor kv_cache, Tensor block_tab
   params.workspace = float_data(workspace, kOp, "workspace");
   params.workspace_size = workspace ? workspace->numel() : 0;
   params.stream = stream;
-  kKernel(params);
+  call<kKernel>(params);
 }
 
 int32_t to_int32(int64_t value, const char* op, const char* name) {

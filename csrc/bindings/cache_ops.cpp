@@ -1,6 +1,7 @@
 // Rotary embedding and what moves KV data, for Python.
 #include "bindings/back_ends.h"
 #include "bindings/op_args.h"
+#include "bindings/op_lists.h"
 #include "cache/store_kv.h"
 #include "ops/rope_store_kv.h"
 
@@ -91,9 +92,10 @@ void rope_store_kv(Tensor query, Tensor key, Tensor value, Tensor positions, Ten
                    int64_t stream) {
   constexpr const char* kOp = "rope_store_kv";
   check_same_device(kOp, query, kv_cache);
-  kKernel({.rope = rope_params(kOp, query, key, positions, cos_sin, stream),
-           .store =
-               store_kv_params(kOp, key, value, kv_cache, slot_mapping, k_scale, v_scale, stream)});
+  call<kKernel>(RopeStoreKvParams{
+      .rope = rope_params(kOp, query, key, positions, cos_sin, stream),
+      .store =
+          store_kv_params(kOp, key, value, kv_cache, slot_mapping, k_scale, v_scale, stream)});
 }
 
 template <void (*kKernel)(const CopyBlocksParams&)>

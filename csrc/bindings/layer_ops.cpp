@@ -1,6 +1,7 @@
 // The small ops of a transformer layer, for Python.
 #include "bindings/back_ends.h"
 #include "bindings/op_args.h"
+#include "bindings/op_lists.h"
 #include "ops/ops.h"
 
 namespace vllm_lite {
@@ -45,7 +46,7 @@ void rms_norm(Tensor out, Tensor input, Tensor weight, double epsilon, OptionalT
   params.epsilon = static_cast<float>(epsilon);
   params.dtype = float_dtype(input, kOp);
   params.stream = stream;
-  kKernel(params);
+  call<kKernel>(params);
 }
 
 template <void (*kKernel)(const SiluMulParams&)>
@@ -65,7 +66,7 @@ void silu_mul(Tensor out, Tensor gate_up, int64_t stream) {
   params.size = static_cast<int32_t>(out.size(1));
   params.dtype = float_dtype(out, kOp);
   params.stream = stream;
-  kKernel(params);
+  call<kKernel>(params);
 }
 
 template <void (*kKernel)(const EmbeddingParams&)>
@@ -91,7 +92,7 @@ void embedding(Tensor out, Tensor table, Tensor token_ids, OptionalTensor last_t
   params.out_dtype = float_dtype(out, kOp);
   params.table_dtype = float_dtype(table, kOp);
   params.stream = stream;
-  kKernel(params);
+  call<kKernel>(params);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(VL_OPS, m) {
