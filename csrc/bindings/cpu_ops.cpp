@@ -27,7 +27,8 @@ void dequantize(Tensor out, Tensor blocks, int64_t ggml_type) {
 int64_t best_cpu_isa() { return static_cast<int64_t>(best_isa()); }
 int64_t current_cpu_isa() { return static_cast<int64_t>(current_isa()); }
 void set_cpu_isa(int64_t isa) {
-  VL_CHECK(isa >= 0 && isa <= 2, "set_cpu_isa: must be 0, 1 or 2");
+  VL_CHECK(isa >= 0 && isa < kNumIsas, "set_cpu_isa: is " + std::to_string(isa) +
+                                           ", must be from 0 to " + std::to_string(kNumIsas - 1));
   set_isa(static_cast<Isa>(isa));
 }
 
