@@ -1,6 +1,7 @@
 // What expert layers need around their matrix products, for Python.
 #include "bindings/back_ends.h"
 #include "bindings/op_args.h"
+#include "bindings/op_lists.h"
 #include "ops/moe.h"
 
 namespace vllm_lite {
@@ -77,7 +78,7 @@ void gather_rows(Tensor out, Tensor input, Tensor order, int64_t k, int64_t stre
   params.num_tokens = static_cast<int32_t>(input.size(0));
   params.k = static_cast<int32_t>(k);
   params.stream = stream;
-  kKernel(params);
+  call<kKernel>(params);
 }
 
 template <void (*kKernel)(const CombineExpertsParams&)>

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "attention/params.h"
+#include "ops/linear.h"
+#include "ops/moe.h"
 #include "ops/op_list.h"
 #include "ops/ops.h"
 #include "ops/rope_store_kv.h"
@@ -21,6 +23,11 @@ inline void set_size(RopeStoreKvParams& p, const StepSize& size) {
 inline void set_size(PagedAttentionParams& p, const StepSize& size) {
   p.num_tokens = size.num_tokens;
   p.num_seqs = size.num_seqs;
+}
+
+inline void set_size(LinearParams& p, const StepSize& size) { p.num_tokens = size.num_tokens; }
+inline void set_size(GatherRowsParams& p, const StepSize& size) {
+  p.num_rows = static_cast<int32_t>(size.num_tokens);
 }
 
 // Where this thread's calls go; nullptr: they are made.

@@ -4,22 +4,47 @@
 #include <cstdlib>
 #include <string>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "core/check.h"
 
 namespace vllm_lite {
 namespace {
 
+constexpr Isa kIsas[kNumIsas] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16,
+                                 Isa::kAmx};
+
+// Linux lets a process use the tile registers after it has asked; threads inherit it.
+bool may_use_amx() {
+#if defined(__x86_64__)
+  constexpr unsigned kLeaf = 7, kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(kLeaf, 0, &a, &b, &c, &d)) return false;
+  if ((d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 Isa isa_from_environment() {
   const char* wanted = std::getenv("VLLM_LITE_CPU_ISA");
   if (wanted == nullptr || *wanted == '\0') return best_isa();
-  for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512}) {
+  std::string names;
+  for (Isa isa : kIsas) {
+    names += std::string(names.empty() ? "" : ", ") + isa_name(isa);
     if (std::string(wanted) != isa_name(isa)) continue;
     VL_CHECK(isa <= best_isa(), "VLLM_LITE_CPU_ISA=" + std::string(wanted) +
                                     ": this processor supports at most " + isa_name(best_isa()));
     return isa;
   }
-  throw Error("VLLM_LITE_CPU_ISA=" + std::string(wanted) +
-              ": must be one of portable, avx2, avx512");
+  throw Error("VLLM_LITE_CPU_ISA=" + std::string(wanted) + ": must be one of " + names);
 }
 
 // -1: not chosen yet.
@@ -36,8 +61,10 @@ Isa best_isa() {
     const bool has_avx512 =
         __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (has_avx2 && has_avx512) return Isa::kAvx512;
-    return has_avx2 ? Isa::kAvx2 : Isa::kPortable;
+    if (!has_avx2) return Isa::kPortable;
+    if (!has_avx512) return Isa::kAvx2;
+    if (!__builtin_cpu_supports("avx512bf16")) return Isa::kAvx512;
+    return may_use_amx() ? Isa::kAmx : Isa::kAvx512Bf16;
   }();
   return best;
 }
@@ -64,6 +91,10 @@ const char* isa_name(Isa isa) {
       return "avx2";
     case Isa::kAvx512:
       return "avx512";
+    case Isa::kAvx512Bf16:
+      return "avx512_bf16";
+    case Isa::kAmx:
+      return "amx";
   }
   return "unknown";
 }

@@ -10,6 +10,14 @@
 
 #include <cstdint>
 
+// Each set has what those before it have; VL_ISA stays the set itself.
+#if defined(VL_ISA_amx)
+#define VL_ISA_avx512_bf16 1
+#endif
+#if defined(VL_ISA_avx512_bf16)
+#define VL_ISA_avx512 1
+#endif
+
 #if defined(VL_ISA_avx2) || defined(VL_ISA_avx512)
 #include <immintrin.h>
 #endif

@@ -40,6 +40,8 @@ struct Scratch {
 const SamplePasses& current_passes() {
   switch (current_isa()) {
     case Isa::kAvx512:
+    case Isa::kAvx512Bf16:
+    case Isa::kAmx:
       return avx512::kSamplePasses;
     case Isa::kAvx2:
       return avx2::kSamplePasses;

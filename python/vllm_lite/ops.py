@@ -2,7 +2,7 @@
 
 CPU and CUDA are one contract: the same arguments, the same results within rounding. Shapes are in
 the docstrings; the kernels' own notes are in ``csrc/attention/params.h``,
-``csrc/cache/store_kv.h``, ``csrc/ops/ops.h`` and ``csrc/ops/moe.h``. All functions write into
+``csrc/cache/store_kv.h``, ``csrc/ops/ops.h``, ``csrc/ops/linear.h`` and ``csrc/ops/moe.h``. All functions write into
 tensors that the caller gives; none allocates. A shape, dtype or device that an op does not support
 raises ``RuntimeError`` naming it; so does, on CPU, an index that leads out of a tensor. On CUDA,
 where the kernel alone sees the indices, such an index is never followed.
@@ -270,6 +270,60 @@ def dequantize(out: torch.Tensor, blocks: torch.Tensor, ggml_type: int) -> None:
     _ops.dequantize(out, blocks, ggml_type)
 
 
+# In the order of csrc/ops/linear.h.
+WEIGHT_FORMATS = (
+    "float32", "bfloat16", "float16", "int8", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K",
+)  # fmt: skip
+
+
+def _weight_format(name: str) -> int:
+    if name not in WEIGHT_FORMATS:
+        raise ValueError(f"weight format is {name!r}, must be one of {', '.join(WEIGHT_FORMATS)}")
+    return WEIGHT_FORMATS.index(name)
+
+
+def packed_weight_bytes(format: str, rows: int, columns: int) -> int:
+    """Bytes of a packed weight ``[rows, columns]``. CPU only, like the two below.
+
+    Raises where the format's blocks (32 columns; 256 of the K formats) do not divide ``columns``.
+    """
+    return int(_ops.packed_weight_bytes(_weight_format(format), rows, columns))
+
+
+def pack_weight(
+    packed: torch.Tensor,
+    source: torch.Tensor,
+    format: str,
+    rows: int,
+    columns: int,
+    first_row: int,
+    scales: torch.Tensor | None = None,
+) -> None:
+    """Packs rows of a weight ``[rows, columns]`` for ``linear``, from ``first_row`` on.
+
+    packed: uint8 ``[packed_weight_bytes(format, rows, columns)]`` at a multiple of 64 bytes; the
+    rows of a stacked weight may come in several calls;
+    source: ``[num_rows, columns]`` of the format's dtype or, for GGUF's formats, uint8
+    ``[num_rows, bytes of a row]`` as in the file; scales: float32 ``[num_rows]``, with int8.
+    """
+    _ops.pack_weight(packed, source, _weight_format(format), rows, columns, first_row, scales)
+
+
+def linear(
+    out: torch.Tensor,
+    input: torch.Tensor,
+    packed: torch.Tensor,
+    format: str,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """``out = input @ weight^T + bias``, summed in float32 in an order that num_tokens is no part of.
+
+    out: ``[num_tokens, rows]``, float32 or input's dtype; input: ``[num_tokens, columns]`` (the rows
+    of both may be strided); packed: by ``pack_weight``; bias: ``[rows]`` of out's dtype.
+    """
+    _ops.linear(out, input, packed, _weight_format(format), bias)
+
+
 def sample(
     logits: torch.Tensor,
     rows: torch.Tensor,
@@ -317,16 +371,19 @@ def sample_workspace_bytes(num_rows: int, vocab_size: int) -> int:
     return int(_ops.sample_workspace_bytes(num_rows, vocab_size))
 
 
+# In the order of csrc/core/isa.h.
+_CPU_ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
+
+
 def cpu_isas() -> list[str]:
     """Instruction sets that this processor supports, least first."""
-    names = ["portable", "avx2", "avx512"]
-    return names[: int(_ops.best_cpu_isa()) + 1]
+    return list(_CPU_ISAS[: int(_ops.best_cpu_isa()) + 1])
 
 
 def set_cpu_isa(name: str) -> None:
     """Chooses the instruction set of every CPU kernel of this process; for tests and benchmarks."""
-    _ops.set_cpu_isa(["portable", "avx2", "avx512"].index(name))
+    _ops.set_cpu_isa(_CPU_ISAS.index(name))
 
 
 def current_cpu_isa() -> str:
-    return ["portable", "avx2", "avx512"][int(_ops.current_cpu_isa())]
+    return _CPU_ISAS[int(_ops.current_cpu_isa())]

@@ -16,7 +16,7 @@ from ops.op_table import (
 )
 from vllm_lite import ops
 
-CPU_ONLY = ("dequantize",)
+CPU_ONLY = ("dequantize", "linear")
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,16 @@ def test_matches_the_float64_reference(case: OpCase, back_end: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in all_cases() if case.op in CPU_ONLY], ids=lambda case: case.id
+    "case", [case for case in all_cases() if case.op == "dequantize"], ids=lambda case: case.id
 )
 def test_cpu_op_matches_the_float64_reference(case: OpCase, isa: str) -> None:
+    assert_matches(case.result())
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in all_cases() if case.op == "linear"], ids=lambda case: case.id
+)
+def test_linear_matches_the_float64_reference(case: OpCase, linear_isa: str) -> None:
     assert_matches(case.result())
 
 

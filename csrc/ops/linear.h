@@ -1,0 +1,66 @@
+// Dense products on the CPU from packed weights: out = input @ weight^T (+ bias).
+//
+// A weight is packed once, at load, into panels of kPanelRows of its rows (output features): the
+// layout that every instruction set reads, one stream of memory per panel (linear_layout.h). Of
+// quantised formats the panels hold the file's own numbers, and take its size: they are widened in
+// registers. Activations are never quantised.
+//
+// A value of `out` is one float32 sum over the columns in their order, of blocks of 32 columns
+// (Q6_K: 16) where the format has a scale for each, the bias last. That order depends on the
+// weight's format, the input's dtype and the instruction set alone: not on how many rows `input`
+// has, nor on threads.
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+
+namespace vllm_lite {
+
+enum class WeightFormat : int32_t {
+  kFloat32,
+  kBFloat16,
+  kFloat16,
+  kInt8,  // one float32 scale per row
+  kQ4_0,  // GGUF's blocks
+  kQ4_1,
+  kQ8_0,
+  kQ4_K,
+  kQ5_K,
+  kQ6_K,
+};
+
+constexpr int64_t kPanelRows = 16;
+
+// Bytes of a packed weight [rows, columns], where rows count up to a multiple of kPanelRows and
+// columns up to a multiple of 32. Throws Error if the format's blocks do not divide `columns`.
+int64_t packed_weight_bytes(WeightFormat format, int64_t rows, int64_t columns);
+
+// Bytes of one row of a weight as its file has it. Throws Error as packed_weight_bytes does.
+int64_t source_row_bytes(WeightFormat format, int64_t columns);
+
+struct PackWeightParams {
+  void* packed;         // packed_weight_bytes(format, rows, columns), 64-byte aligned
+  const void* source;   // num_rows rows of `columns`, row after row, as the format's file has them
+  const float* scales;  // kInt8: [num_rows]; otherwise nullptr
+  WeightFormat format;
+  int64_t rows, columns;        // of the whole weight
+  int64_t first_row, num_rows;  // which rows `source` has
+};
+// Parts of one weight may be packed one after the other, in any order; not at the same time.
+void pack_weight_cpu(const PackWeightParams& params);
+
+struct LinearParams {
+  void* out;          // [num_tokens, rows]
+  const void* input;  // [num_tokens, columns]
+  const void* packed;
+  const void* bias;  // [rows] of out's dtype, or nullptr
+  WeightFormat format;
+  int64_t num_tokens, rows, columns;
+  int64_t out_stride, input_stride;  // elements between tokens
+  DType dtype;                       // of input
+  DType out_dtype;                   // the input's, or kFloat32
+};
+void linear_cpu(const LinearParams& params);
+
+}  // namespace vllm_lite

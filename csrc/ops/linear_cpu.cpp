@@ -1,0 +1,179 @@
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <string>
+
+#include "core/check.h"
+#include "core/isa.h"
+#include "core/parallel_for.h"
+#include "ops/linear.h"
+#include "ops/linear_kernels.h"
+
+namespace vllm_lite {
+namespace {
+
+// Tokens whose input is prepared at a time: bounds the scratch. A multiple of kRangeTokens.
+constexpr int64_t kSlabTokens = 4 * kRangeTokens;
+// Of tokens that do not fit one range, how many ranges are made of: every kernel's tile divides it.
+constexpr int64_t kRangeStep = 48;
+// Bytes of weight, and multiply-adds, that are worth a thread's while.
+constexpr int64_t kTaskBytes = 64 << 10;
+constexpr int64_t kTaskProducts = 512 << 10;
+constexpr int64_t kTaskInputBytes = 64 << 10;
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Memory of one thread. It grows to what is asked for and stays.
+class Scratch {
+ public:
+  void* at_least(int64_t bytes) {
+    constexpr int64_t kAlignment = 64;
+    if (bytes > size_) {
+      size_ = 0;
+      const auto rounded = static_cast<size_t>(divide_up(bytes, kAlignment) * kAlignment);
+      memory_.reset(std::aligned_alloc(kAlignment, rounded));
+      if (memory_ == nullptr) throw std::bad_alloc();
+      size_ = bytes;
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<void, Free> memory_;
+  int64_t size_ = 0;
+};
+thread_local Scratch input_scratch;
+thread_local Scratch range_scratch;
+
+// The one kernel of an instruction set, a format and an input's dtype.
+const LinearKernels& choose_kernels(const LinearParams& p) {
+  const Isa isa = current_isa();
+  const bool is_pairs = p.dtype == DType::kBFloat16 && p.format != WeightFormat::kFloat32 &&
+                        p.format != WeightFormat::kFloat16;
+  if (isa == Isa::kAmx && is_pairs && p.format == WeightFormat::kBFloat16) {
+    return amx::kLinearKernels;
+  }
+  if (isa >= Isa::kAvx512Bf16 && is_pairs) return avx512_bf16::kLinearKernels;
+  if (isa >= Isa::kAvx512) return avx512::kLinearKernels;
+  return isa == Isa::kAvx2 ? avx2::kLinearKernels : portable::kLinearKernels;
+}
+
+void check_params(const LinearParams& p) {
+  const auto check_at_least = [](const char* name, int64_t value, int64_t least) {
+    VL_CHECK(value >= least, "linear: " + std::string(name) + " is " + std::to_string(value) +
+                                 ", must be at least " + std::to_string(least));
+  };
+  check_at_least("num_tokens", p.num_tokens, 0);
+  packed_weight_bytes(p.format, p.rows, p.columns);
+  if (p.num_tokens > 1) {
+    check_at_least("out_stride", p.out_stride, p.rows);
+    check_at_least("input_stride", p.input_stride, p.columns);
+  }
+  VL_CHECK(p.dtype == DType::kFloat32 || p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16,
+           "linear: the input must be float32, bfloat16 or float16");
+  VL_CHECK(p.out_dtype == p.dtype || p.out_dtype == DType::kFloat32,
+           "linear: out must have the input's dtype or float32");
+}
+
+// The tokens of one slab: [first, first + num_tokens) of the call's.
+class Slab {
+ public:
+  Slab(const LinearParams& params, const LinearKernels& kernels, int64_t first, int64_t num_tokens)
+      : params_(params), kernels_(kernels), first_(first), num_tokens_(num_tokens) {}
+
+  void run() {
+    prepare_input();
+    multiply();
+  }
+
+ private:
+  static const void* advance(const void* p, int64_t elements, DType dtype) {
+    return static_cast<const uint8_t*>(p) + elements * (dtype == DType::kFloat32 ? 4 : 2);
+  }
+
+  void prepare_input() {
+    const int64_t num_blocks = num_column_blocks(params_.columns);
+    const int64_t prepared_tokens = kernels_.padded_tokens(num_tokens_);
+    const int64_t prepared_bytes =
+        prepared_tokens * num_blocks * kBlockColumns * kernels_.element_bytes;
+    const int64_t sums_bytes = has_minimum(params_.format) ? prepared_tokens * num_blocks * 4 : 0;
+    uint8_t* const scratch =
+        static_cast<uint8_t*>(input_scratch.at_least(prepared_bytes + sums_bytes));
+
+    LinearInput input{};
+    input.prepared = scratch;
+    input.block_sums = sums_bytes ? reinterpret_cast<float*>(scratch + prepared_bytes) : nullptr;
+    input.input = advance(params_.input, first_ * params_.input_stride, params_.dtype);
+    input.input_stride = params_.input_stride;
+    input.columns = params_.columns;
+    input.num_tokens = num_tokens_;
+    input.prepared_tokens = prepared_tokens;
+    input.dtype = params_.dtype;
+    parallel_for(prepared_tokens, divide_up(kTaskInputBytes, params_.columns * 4),
+                 [&](int64_t begin, int64_t end) { kernels_.prepare(input, begin, end); });
+
+    call_.prepared = input.prepared;
+    call_.block_sums = input.block_sums;
+    call_.prepared_tokens = prepared_tokens;
+  }
+
+  // Items are panels of a range of tokens, range after range: a thread's are neighbours in memory.
+  void multiply() {
+    call_.out =
+        const_cast<void*>(advance(params_.out, first_ * params_.out_stride, params_.out_dtype));
+    call_.packed = params_.packed;
+    call_.bias = params_.bias;
+    call_.format = params_.format;
+    call_.out_dtype = params_.out_dtype;
+    call_.rows = params_.rows;
+    call_.columns = params_.columns;
+    call_.out_stride = params_.out_stride;
+
+    const int64_t num_ranges = divide_up(num_tokens_, kRangeTokens);
+    const int64_t range_tokens =
+        num_ranges == 1 ? num_tokens_
+                        : divide_up(divide_up(num_tokens_, num_ranges), kRangeStep) * kRangeStep;
+    const int64_t panels = num_panels(params_.rows);
+    const int64_t grain =
+        std::min(divide_up(kTaskBytes, panel_bytes(params_.format, params_.columns)),
+                 divide_up(kTaskProducts, range_tokens * params_.columns * kPanelRows));
+    parallel_for(panels * num_ranges, grain, [&](int64_t begin, int64_t end) {
+      constexpr int64_t kSumsBytes = kRangeTokens * kGroupRows * 4;
+      constexpr int64_t kWidenedBytes = kGroupPanels * kPassBlocks * kWidenedBlockBytes;
+      auto* const scratch =
+          static_cast<uint8_t*>(range_scratch.at_least(kSumsBytes + kWidenedBytes));
+      for (int64_t item = begin; item < end;) {
+        LinearRange range{};
+        range.first_panel = item % panels;
+        range.num_panels = std::min(end - item, panels - range.first_panel);
+        range.first_token = item / panels * range_tokens;
+        range.num_tokens = std::min(range_tokens, num_tokens_ - range.first_token);
+        range.sums = reinterpret_cast<float*>(scratch);
+        range.widened = scratch + kSumsBytes;
+        if (range.num_tokens > 0) kernels_.multiply(call_, range);
+        item += range.num_panels;
+      }
+    });
+  }
+
+  const LinearParams& params_;
+  const LinearKernels& kernels_;
+  const int64_t first_, num_tokens_;
+  LinearCall call_{};
+};
+
+}  // namespace
+
+void linear_cpu(const LinearParams& params) {
+  check_params(params);
+  const LinearKernels& kernels = choose_kernels(params);
+  for (int64_t first = 0; first < params.num_tokens; first += kSlabTokens) {
+    Slab(params, kernels, first, std::min(kSlabTokens, params.num_tokens - first)).run();
+  }
+}
+
+}  // namespace vllm_lite

@@ -1,0 +1,183 @@
+// The packed product of one instruction set: its input's preparation, and a thread's range of
+// panels and tokens. What each set computes with is in linear_tile_isa.h and linear_amx_isa.h.
+#include "core/simd.h"
+#include "ops/linear_formats_isa.h"
+#include "ops/linear_kernels.h"
+#if defined(VL_ISA_amx)
+#include "ops/linear_amx_isa.h"
+#else
+#include "ops/linear_tile_isa.h"
+#endif
+
+namespace vllm_lite::VL_ISA {
+namespace {
+
+// ---- input
+
+VL_SIMD float sum_of_block(const Element* block) {
+  FloatVec sum = zero();
+  for (int i = 0; i < kBlockColumns; i += kWidth) sum = add(sum, load(block + i));
+  return reduce_add(sum);
+}
+
+template <typename T>
+VL_SIMD void prepare_block(const T* from, int64_t count, Element* to) {
+  if (count >= kBlockColumns) {
+    for (int i = 0; i < kBlockColumns; i += kWidth) store(to + i, load(from + i));
+    return;
+  }
+  for (int i = 0; i < kBlockColumns; ++i) {
+    from_float(i < count ? to_float(from[i]) : 0.0f, to[i]);
+  }
+}
+
+template <typename T>
+void prepare_tokens(const LinearInput& p, int64_t first, int64_t last) {
+  const int64_t num_blocks = num_column_blocks(p.columns);
+  for (int64_t token = first; token < last; ++token) {
+    const T* from = static_cast<const T*>(p.input) + token * p.input_stride;
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      const int64_t at = block * p.prepared_tokens + token;
+      Element* to = static_cast<Element*>(p.prepared) + at * kBlockColumns;
+      const int64_t columns_left = p.columns - block * kBlockColumns;
+      prepare_block(from + block * kBlockColumns, token < p.num_tokens ? columns_left : 0, to);
+      if (p.block_sums != nullptr) p.block_sums[at] = sum_of_block(to);
+    }
+  }
+}
+
+void prepare(const LinearInput& p, int64_t first, int64_t last) {
+#if !defined(VL_ISA_avx512_bf16)
+  if (p.dtype == DType::kFloat32) return prepare_tokens<float>(p, first, last);
+  if (p.dtype == DType::kFloat16) return prepare_tokens<Float16>(p, first, last);
+#endif
+  prepare_tokens<BFloat16>(p, first, last);
+}
+
+// ---- output
+
+template <typename T, bool kWhole>
+VL_SIMD void finish_vec(FloatVec sum, const T* bias, T* out, int count) {
+  if (bias != nullptr) sum = add(sum, kWhole ? load(bias) : load_partial(bias, count));
+  kWhole ? store(out, sum) : store_partial(out, sum, count);
+}
+
+// Sums of a group of panels: the rows' scales, the bias, out's dtype.
+template <typename T>
+void finish(const LinearCall& call, const LinearRange& range, int64_t panel, int64_t num_panels,
+            const uint8_t* first_panel) {
+  const int64_t stride = panel_bytes(call.format, call.columns);
+  const int64_t first_row = panel * kPanelRows;
+  const int64_t panel_rows = num_panels * kPanelRows, rows_left = call.rows - first_row;
+  const int64_t num_rows = panel_rows < rows_left ? panel_rows : rows_left;
+  const T* bias = call.bias ? static_cast<const T*>(call.bias) + first_row : nullptr;
+  for (int64_t token = 0; token < range.num_tokens; ++token) {
+    const float* sums = range.sums + token * kGroupRows;
+    T* out = static_cast<T*>(call.out) + (range.first_token + token) * call.out_stride + first_row;
+    for (int64_t row = 0; row < num_rows; row += kWidth) {
+      FloatVec sum = load(sums + row);
+      if (call.format == WeightFormat::kInt8) {
+        const uint8_t* scales = first_panel + row / kPanelRows * stride;
+        sum = mul(sum, load(reinterpret_cast<const float*>(scales) + row % kPanelRows));
+      }
+      const T* row_bias = bias ? bias + row : nullptr;
+      if (row + kWidth <= num_rows) {
+        finish_vec<T, true>(sum, row_bias, out + row, kWidth);
+      } else {
+        finish_vec<T, false>(sum, row_bias, out + row, static_cast<int>(num_rows - row));
+      }
+    }
+  }
+}
+
+// ---- a range
+
+template <typename Product>
+void multiply_group(const LinearCall& call, const LinearRange& range, int64_t panel,
+                    int64_t num_panels, const uint8_t* first_panel) {
+  const int64_t num_blocks = num_column_blocks(call.columns);
+  const int64_t stride = panel_bytes(call.format, call.columns);
+  Pass pass{};
+  pass.sums = range.sums;
+  pass.input_tokens = call.prepared_tokens;
+  pass.num_panels = num_panels;
+  pass.num_tokens = range.num_tokens;
+  for (int64_t p = 0; p < kGroupPanels; ++p) {
+    pass.panels[p] = first_panel + (p < num_panels ? p : num_panels - 1) * stride;
+  }
+  const int64_t num_sums = padded_tokens(range.num_tokens) * kGroupRows;
+  for (int64_t i = 0; i < num_sums; i += kWidth) store(range.sums + i, zero());
+  for (int64_t block = 0; block < num_blocks; block += Product::kBlocks) {
+    const int64_t at = block * call.prepared_tokens + range.first_token;
+    const int64_t blocks_left = num_blocks - block;
+    pass.input = static_cast<const Element*>(call.prepared) + at * kBlockColumns;
+    pass.block_sums = call.block_sums ? call.block_sums + at : nullptr;
+    pass.first_block = block;
+    pass.num_blocks = blocks_left < Product::kBlocks ? blocks_left : Product::kBlocks;
+    Product::multiply(pass, range.widened);
+  }
+  switch (call.out_dtype) {
+    case DType::kFloat32:
+      return finish<float>(call, range, panel, num_panels, first_panel);
+    case DType::kBFloat16:
+      return finish<BFloat16>(call, range, panel, num_panels, first_panel);
+    case DType::kFloat16:
+      return finish<Float16>(call, range, panel, num_panels, first_panel);
+    case DType::kFloat8E4M3:  // linear_cpu refuses it
+      break;
+  }
+}
+
+template <typename Product>
+void multiply_range(const LinearCall& call, const LinearRange& range) {
+  const ProductScope scope(range.num_tokens);
+  const int64_t stride = panel_bytes(call.format, call.columns);
+  const int64_t end = range.first_panel + range.num_panels;
+  for (int64_t panel = range.first_panel; panel < end; panel += kGroupPanels) {
+    const int64_t panels_left = end - panel;
+    multiply_group<Product>(call, range, panel,
+                            panels_left < kGroupPanels ? panels_left : kGroupPanels,
+                            static_cast<const uint8_t*>(call.packed) + panel * stride);
+  }
+}
+
+void multiply(const LinearCall& call, const LinearRange& range) {
+#if defined(VL_ISA_amx)
+  multiply_range<TileProduct>(call, range);
+#else
+  switch (call.format) {
+    case WeightFormat::kFloat32:
+    case WeightFormat::kFloat16:
+#if !defined(VL_ISA_avx512_bf16)
+      if (call.format == WeightFormat::kFloat16) {
+        return multiply_range<VectorProduct<DenseFloat16> >(call, range);
+      }
+      return multiply_range<VectorProduct<DenseFloat32> >(call, range);
+#else
+      break;  // linear_cpu takes AVX-512's
+#endif
+    case WeightFormat::kBFloat16:
+      return multiply_range<VectorProduct<DenseBFloat16> >(call, range);
+    case WeightFormat::kInt8:
+      return multiply_range<VectorProduct<Int8> >(call, range);
+    case WeightFormat::kQ4_0:
+      return multiply_range<VectorProduct<Q4_0> >(call, range);
+    case WeightFormat::kQ4_1:
+      return multiply_range<VectorProduct<Q4_1> >(call, range);
+    case WeightFormat::kQ8_0:
+      return multiply_range<VectorProduct<Q8_0> >(call, range);
+    case WeightFormat::kQ4_K:
+      return multiply_range<VectorProduct<Q4_K> >(call, range);
+    case WeightFormat::kQ5_K:
+      return multiply_range<VectorProduct<Q5_K> >(call, range);
+    case WeightFormat::kQ6_K:
+      return multiply_range<VectorProduct<Q6_K> >(call, range);
+  }
+#endif
+}
+
+}  // namespace
+
+const LinearKernels kLinearKernels = {sizeof(Element), padded_tokens, prepare, multiply};
+
+}  // namespace vllm_lite::VL_ISA
