@@ -3,10 +3,10 @@
     python bench/gpu/end_to_end.py [--shape qwen3-0.6b] [--batch 256] [--dry-run]
 
 For each shape: decode at batch 1 and at a large batch (time per step, which is the time between a
-sequence's tokens; host time of a step; share of the time in which the GPU had nothing to do), then a
-load of prompts. The bound of a decode step is the weights and KV that it reads, at the measured copy
-bandwidth. In a dry run the engine of three processes computes on the CPU, and the one whose steps
-are taken apart runs the CUDA kernels on the host.
+sequence's tokens; host time of a step; share of the time in which the GPU had nothing to do), then
+a load of prompts. The bound of a decode step is the weights and KV that it reads, at the measured
+copy bandwidth. In a dry run the engine of three processes computes on the CPU, and the one whose
+steps are taken apart runs the CUDA kernels on the host.
 """
 
 import argparse

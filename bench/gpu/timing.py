@@ -110,7 +110,6 @@ class Bench:
         source = torch.randn(elements, device=self.device)
         target = torch.empty_like(source)
         copy = self.kernel_seconds(lambda: target.copy_(source), cold=False)
-        del source, target
         a, b = torch.randn(2, size, size, device=self.device).bfloat16()
         out = torch.empty_like(a)
         product = self.kernel_seconds(lambda: torch.mm(a, b, out=out), cold=False)
