@@ -1,91 +1,142 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command: build, tests, compute-sanitizer, benchmarks.
+# Everything that needs a GPU, in one command: build, tests, benchmarks, compute-sanitizer.
 #
 #   bench/gpu_check.sh              on a machine with a GPU, nvcc and torch 2.11 or newer; no network
-#   bench/gpu_check.sh --dry-run    the same stages on the host layer, to see that they work
+#   bench/gpu_check.sh --dry-run    the same stages on the host layer, to see that they work: the
+#                                   benchmarks run at tiny sizes and print no figures
+#   bench/gpu_check.sh attention    this stage alone, with what was built before; also several
 #
-# Writes bench/results/<gpu>-<date>.json and .md (or into $OUT, if set). A stage that fails or runs
-# out of time is recorded, and the next one runs. PYTHON= chooses the interpreter.
+# Writes <gpu>-<date>.json, .md and .log into bench/results (or $OUT, if set). A stage that fails,
+# runs out of time or lacks a Python package is recorded, and the next one runs.
+# PYTHON= chooses the interpreter, BUDGET= the seconds for all of it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-dry=0
-case "${1:-}" in
-  --dry-run) dry=1 ;;
-  "") ;;
-  *) echo "usage: bench/gpu_check.sh [--dry-run]" >&2; exit 2 ;;
-esac
+dry=
+if [ "${1:-}" = --dry-run ]; then
+  dry=--dry-run
+  shift
+fi
+known=" build tests attention small_kernels sampling end_to_end engine sanitizer "
+wanted=" $* "
+for name in "$@"; do
+  [[ $known == *" $name "* ]] || {
+    echo "usage: bench/gpu_check.sh [--dry-run] [STAGE...]; stages:$known" >&2
+    exit 2
+  }
+done
+[ $# -gt 0 ] || wanted=$known
+
 python=${PYTHON:-python3}
+budget=${BUDGET:-480}
 out=${OUT:-bench/results}
 build=build/gpu_check
-lines=$build/lines.jsonl
-mkdir -p "$out" "$build"
-: > "$lines"
 export PYTHONPATH="$PWD/python:$PWD/tests/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+# Where the dry run's kernels are: built here, unless somebody has built them elsewhere.
+if [[ $wanted == *" build "* ]]; then
+  export VLLM_LITE_TEST_BUILD=$build
+else
+  export VLLM_LITE_TEST_BUILD=${VLLM_LITE_TEST_BUILD:-$build}
+fi
 
-# stage <name> <seconds> <command>...: runs it, keeps its output in a log and its JSON lines.
+gpu=dry-run
+if [ -z "$dry" ]; then
+  gpu=$("$python" -c '
+import torch
+if not torch.cuda.is_available():
+    raise SystemExit("torch finds no CUDA device; --dry-run needs none")
+print(torch.cuda.get_device_name().replace(" ", "-"))') || exit 1
+fi
+mkdir -p "$out"
+result=$out/$gpu-$(date +%F)
+log=$result.log
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+: > "$log"
+
+# Of these modules, the ones that the interpreter lacks.
+missing() {
+  "$python" - "$@" << 'END'
+import sys
+from importlib.util import find_spec
+print(*[name for name in sys.argv[1:] if find_spec(name) is None])
+END
+}
+
+record() { # <name> <status, a number or a JSON string> <seconds>
+  printf '{"stage": "run", "name": "%s", "status": %s, "seconds": %d}\n' "$@" >> "$work/lines"
+}
+
+# stage <name> <seconds> <modules> <command>...: keeps its output in the log, and its JSON lines.
 stage() {
-  local name=$1 limit=$2 begin=$SECONDS
-  shift 2
+  local name=$1 limit=$2 modules=$3 begin=$SECONDS lacks status
+  shift 3
+  [[ $wanted == *" $name "* ]] || return 0
+  # shellcheck disable=SC2086
+  lacks=$(missing $modules)
+  if [ -n "$lacks" ]; then
+    echo "== $name: not run, $python lacks ${lacks// /, }"
+    record "$name" "\"not run: lacks ${lacks// /, }\"" 0
+    return 0
+  fi
+  [ "$limit" -le $((budget - SECONDS)) ] || limit=$((budget - SECONDS))
+  if [ "$limit" -le 0 ]; then
+    echo "== $name: not run, the time is up"
+    record "$name" '"not run: no time left"' 0
+    return 0
+  fi
   echo "== $name (at most $limit s)"
-  timeout --kill-after=5 "$limit" "$@" > "$build/$name.log" 2>&1
-  local status=$?
-  grep '^{"stage"' "$build/$name.log" >> "$lines"
-  tail -n 3 "$build/$name.log" | cut -c 1-200
-  printf '{"stage": "run", "name": "%s", "status": %d, "seconds": %d}\n' \
-    "$name" "$status" $((SECONDS - begin)) >> "$lines"
-  [ $status -eq 0 ] || echo "   failed with status $status: $build/$name.log"
-  return $status
+  echo "== $name" >> "$log"
+  timeout --kill-after=5 "$limit" "$@" 2>&1 | tee "$work/stage" >> "$log"
+  status=${PIPESTATUS[0]}
+  grep '^{"stage"' "$work/stage" >> "$work/lines"
+  grep -v '^{"stage"' "$work/stage" | tail -n 3 | cut -c 1-200
+  record "$name" "$status" $((SECONDS - begin))
+  [ "$status" -eq 0 ] || echo "   failed with status $status after $((SECONDS - begin)) s: $log"
+  return 0
 }
 
-configure=(cmake -S . -B "$build/cmake" -G Ninja "-DPython_EXECUTABLE=$(command -v "$python")"
-           -DCMAKE_BUILD_TYPE=Release)
-build_extension() {
-  if [ $dry -eq 1 ]; then
-    "${configure[@]}" -DVLLM_LITE_CUDA=OFF -DVLLM_LITE_TESTS=ON &&
-      cmake --build "$build/cmake" --target _core _ops _ops_cuda_on_host
-  else
-    "${configure[@]}" -DVLLM_LITE_CUDA=ON && cmake --build "$build/cmake" --target _core _ops
-  fi && cp "$build"/cmake/csrc/bindings/*.so python/vllm_lite/
+build() {
+  local cuda=ON host_layer=OFF targets=(_core _ops)
+  if [ -n "$dry" ]; then
+    cuda=OFF host_layer=ON
+    targets+=(_ops_cuda_on_host)
+  fi
+  cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DVLLM_LITE_CUDA=$cuda \
+    -DVLLM_LITE_TESTS=$host_layer -DPython_EXECUTABLE="$(command -v "$python")" &&
+    cmake --build "$build" --target "${targets[@]}" &&
+    cp "$build"/csrc/bindings/*.so python/vllm_lite/
 }
 
-pytest_back_end() {
-  local which="cuda and not cuda_on_host"
-  [ $dry -eq 0 ] || which=cuda_on_host
-  "$python" -m pytest -q -p no:cacheprovider -k "$which" tests/python/ops "$@"
-}
-
-sanitizer() { # the op table once more, under compute-sanitizer
+sanitizer() { # a part of the op table, under compute-sanitizer
   local tool
   for tool in memcheck racecheck; do
     compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q -p no:cacheprovider \
       -k "cuda and not cuda_on_host and float16" tests/python/ops/test_op_table.py || return 1
   done
 }
+export -f build sanitizer
+export build dry python
 
-if [ $dry -eq 1 ]; then
-  gpu=dry-run
+pytest=("$python" -m pytest -q -p no:cacheprovider)
+engine="numpy torch msgspec zmq tokenizers jinja2 tqdm safetensors"
+if [ -n "$dry" ]; then
+  tests=("${pytest[@]}" -x -k cuda_on_host tests/python/ops)
+  engine_tests=("${pytest[@]}" tests/python/engine/test_cuda_on_host.py)
 else
-  gpu=$("$python" -c 'import torch; print(torch.cuda.get_device_name().replace(" ", "-"))') || {
-    echo "torch finds no CUDA device" >&2
-    exit 1
-  }
+  tests=("${pytest[@]}" -k "cuda and not cuda_on_host" tests/python/ops)
+  engine_tests=("${pytest[@]}" -m cuda tests/python/engine/test_cuda.py)
 fi
-export -f build_extension pytest_back_end sanitizer
-export dry python build
-export VLLM_LITE_TEST_BUILD=$build/cmake
 
-declare -p configure > "$build/configure.sh"
-stage build 480 bash -c ". $build/configure.sh; build_extension" || echo "what follows cannot run"
-if [ $dry -eq 1 ]; then
-  stage tests 600 bash -c 'pytest_back_end -x'
-else
-  stage tests 120 bash -c 'pytest_back_end'
-  stage attention 60 "$python" bench/gpu/attention.py --quick
-  stage small_kernels 30 "$python" bench/gpu/small_kernels.py
-  stage sampling 30 "$python" bench/gpu/sampling.py
-  stage end_to_end 90 "$python" bench/gpu/end_to_end.py
-  stage engine 60 "$python" -m pytest -q -p no:cacheprovider -m cuda tests/python/engine tests/python/models
-  stage sanitizer 90 bash -c sanitizer
-fi
-"$python" bench/gpu/summarise.py "$lines" "$out/$gpu-$(date +%F)"
+stage build 240 "torch pybind11" bash -c build
+stage tests 120 "torch numpy pytest" "${tests[@]}"
+# shellcheck disable=SC2086
+{
+  stage attention 75 "torch" "$python" bench/gpu/attention.py $dry
+  stage small_kernels 30 "torch" "$python" bench/gpu/small_kernels.py $dry
+  stage sampling 30 "torch" "$python" bench/gpu/sampling.py $dry
+  stage end_to_end 120 "$engine" "$python" bench/gpu/end_to_end.py $dry
+}
+stage engine 60 "$engine pytest transformers" "${engine_tests[@]}"
+[ -n "$dry" ] || stage sanitizer 60 "torch numpy pytest" bash -c sanitizer
+"$python" bench/gpu/summarise.py "$work/lines" "$result"

@@ -13,15 +13,18 @@ import torch
 
 
 def commit() -> str:
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 
 def table(title: str, lines: list[dict[str, Any]]) -> str:
     columns = list(dict.fromkeys(name for line in lines for name in line if name != "stage"))
-    rows = [[str(line.get(name, "")) for name in columns] for line in lines]
+    rows = [[str(line.get(name, "")).replace("|", "/") for name in columns] for line in lines]
     text = [f"\n## {title}\n", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     return "\n".join([*text, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
@@ -32,7 +35,7 @@ def main() -> int:
     about = {
         "commit": commit(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no device",
     }
     Path(f"{target}.json").write_text(json.dumps({"about": about, "lines": lines}, indent=1) + "\n")
     stages: dict[str, list[dict[str, Any]]] = {}
@@ -41,8 +44,12 @@ def main() -> int:
     text = f"# {about['device']}, commit {about['commit']}, torch {about['torch']}\n"
     text += "".join(table(title, part) for title, part in stages.items())
     Path(f"{target}.md").write_text(text)
-    failed = [line["name"] for line in stages.get("run", []) if line["status"] != 0]
-    print(f"{target}.json, {target}.md" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    runs = stages.get("run", [])
+    failed = [line["name"] for line in runs if isinstance(line["status"], int) and line["status"]]
+    skipped = [line["name"] for line in runs if isinstance(line["status"], str)]
+    print(f"{target}.json, .md, .log", end="")
+    print("; failed: " + ", ".join(failed) if failed else "", end="")
+    print("; not run: " + ", ".join(skipped) if skipped else "")
     return 1 if failed else 0
 
 

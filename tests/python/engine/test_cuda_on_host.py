@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from checkpoints import PagedRunner, load, make_model, prompt, reference_logits, save
+from engine.planned import with_plans
 from ops.back_ends import use
 from vllm_lite import LLM, SamplingParams, ops
 from vllm_lite.worker.cuda import DecodeGraphs, measured_kv_memory
@@ -28,20 +29,6 @@ def on_host() -> Iterator[None]:
         # The op as the product calls it: with the worker's plan.
         patch.setattr(ops, "paged_attention", paged_attention)
         yield
-
-
-def with_plans(llm: LLM) -> Worker:
-    """Makes the engine's worker plan attention, as it does on a GPU of four multiprocessors."""
-    worker: Worker = llm.engine.client._worker  # type: ignore[attr-defined]
-    config = worker.model.config
-    size = ops.attention_workspace_size(config.num_kv_heads, config.head_size)
-    worker._workspace = torch.full((size,), torch.nan)
-    worker._num_multiprocessors = 4
-    rows = llm.engine.config.max_num_seqs
-    worker._sampler._workspace = torch.empty(
-        ops.sample_workspace_bytes(rows, config.vocab_size), dtype=torch.uint8
-    )
-    return worker
 
 
 class ReplayedEagerly:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
 
@@ -260,6 +259,8 @@ GGML_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_
 
 def random_blocks(generator: torch.Generator, name: str, num_blocks: int) -> np.ndarray:
     """Bytes of every value in the packed parts and finite scales."""
+    import gguf  # CPU tests alone need it
+
     _, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     raw = torch.randint(0, 256, (num_blocks, block_bytes), generator=generator, dtype=torch.uint8)
     blocks = raw.numpy()
@@ -283,6 +284,8 @@ def random_blocks(generator: torch.Generator, name: str, num_blocks: int) -> np.
 
 def dequantize_case(name: str, num_blocks: int) -> Callable[..., Result]:
     def run(generator: torch.Generator, dtype: torch.dtype) -> Result:
+        import gguf
+
         kind = gguf.GGMLQuantizationType[name]
         blocks = random_blocks(generator, name, num_blocks)
         flat = blocks.reshape(-1)

@@ -1,0 +1,48 @@
+"""An engine on a GPU: what it answers is the CPU's answer, with graphs or without, alone or not."""
+
+import pytest
+import torch
+
+from vllm_lite import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+PROMPTS = ["The quick", "def f(x):", "Größe", "lazy dog, and it is what they have said. " * 20]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+# Products of two devices differ in the last bits of bfloat16.
+TOLERANCE = 0.1
+
+
+def first_logprobs(model: str, **options: object) -> list[tuple[int, float]]:
+    """The first token of each prompt and its log-probability; later ones may have gone apart."""
+    with LLM(model, max_model_len=1024, dtype="bfloat16", **options) as llm:
+        found = []
+        for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False):
+            sample = output.outputs[0]
+            assert sample.logprobs is not None and len(sample.token_ids) == 8, output.error
+            token = sample.token_ids[0]
+            found.append((token, sample.logprobs[0][token].logprob))
+        return found
+
+
+def test_the_gpu_answers_as_the_cpu_does(tiny_model: str) -> None:
+    expected = first_logprobs(tiny_model, device="cpu")
+    for options in ({}, {"multiprocess": True}, {"enforce_eager": True}):
+        found = first_logprobs(tiny_model, device="cuda", gpu_memory_utilization=0.3, **options)
+        for (_, logprob), (_, theirs) in zip(found, expected, strict=True):
+            assert logprob == pytest.approx(theirs, abs=TOLERANCE), options
+
+
+def test_graphs_change_no_token(tiny_model: str) -> None:
+    def tokens(enforce_eager: bool) -> list[list[int]]:
+        with LLM(
+            tiny_model, max_model_len=1024, dtype="bfloat16", device="cuda",
+            gpu_memory_utilization=0.3, enforce_eager=enforce_eager, max_num_seqs=len(PROMPTS),
+        ) as llm:  # fmt: skip
+            outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+            return [output.outputs[0].token_ids for output in outputs]
+
+    assert tokens(False) == tokens(True)
