@@ -94,8 +94,7 @@ void rope_store_kv(Tensor query, Tensor key, Tensor value, Tensor positions, Ten
   check_same_device(kOp, query, kv_cache);
   call<kKernel>(RopeStoreKvParams{
       .rope = rope_params(kOp, query, key, positions, cos_sin, stream),
-      .store =
-          store_kv_params(kOp, key, value, kv_cache, slot_mapping, k_scale, v_scale, stream)});
+      .store = store_kv_params(kOp, key, value, kv_cache, slot_mapping, k_scale, v_scale, stream)});
 }
 
 template <void (*kKernel)(const CopyBlocksParams&)>

@@ -101,7 +101,30 @@ void linear(Tensor out, Tensor input, Tensor packed, int64_t format, OptionalTen
   call<linear_cpu>(params);
 }
 
+void packed_embedding(Tensor out, Tensor packed, int64_t format, int64_t rows, Tensor token_ids,
+                      OptionalTensor last_tokens) {
+  constexpr const char* kOp = "packed_embedding";
+  check(out.dim() == 2 && out.stride(1) == 1 && token_ids.numel() == out.size(0), kOp,
+        "out must be [num_tokens, columns], token_ids [num_tokens]");
+  PackedEmbeddingParams params{};
+  params.out = out.mutable_data_ptr();
+  params.format = as_format(format);
+  params.packed = packed_data(packed, params.format, rows, out.size(1), kOp);
+  params.token_ids = int32_data(token_ids, kOp, "token_ids");
+  params.last_tokens = int32_data(last_tokens, kOp, "last_tokens");
+  params.rows = rows;
+  params.columns = out.size(1);
+  params.out_stride = out.stride(0);
+  params.num_tokens = static_cast<int32_t>(out.size(0));
+  params.max_rows = last_tokens ? static_cast<int32_t>(last_tokens->numel()) : 0;
+  params.dtype = float_dtype(out, kOp);
+  call<packed_embedding_cpu>(params);
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(vllm_lite, m) {
+  m.def(
+      "packed_embedding(Tensor(a!) out, Tensor packed, int format, int rows, Tensor token_ids, "
+      "Tensor? last_tokens) -> ()");
   m.def("packed_weight_bytes(int format, int rows, int columns) -> int");
   m.def(
       "pack_weight(Tensor(a!) packed, Tensor source, int format, int rows, int columns, "
@@ -112,6 +135,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_lite, m) {
 STABLE_TORCH_LIBRARY_IMPL(vllm_lite, CPU, m) {
   m.impl("pack_weight", TORCH_BOX(&pack_weight));
   m.impl("linear", TORCH_BOX(&linear));
+  m.impl("packed_embedding", TORCH_BOX(&packed_embedding));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_lite, CompositeExplicitAutograd, m) {

@@ -26,6 +26,9 @@ inline void set_size(PagedAttentionParams& p, const StepSize& size) {
 }
 
 inline void set_size(LinearParams& p, const StepSize& size) { p.num_tokens = size.num_tokens; }
+inline void set_size(PackedEmbeddingParams& p, const StepSize& size) {
+  p.num_tokens = static_cast<int32_t>(size.num_tokens);
+}
 inline void set_size(GatherRowsParams& p, const StepSize& size) {
   p.num_rows = static_cast<int32_t>(size.num_tokens);
 }

@@ -63,4 +63,20 @@ struct LinearParams {
 };
 void linear_cpu(const LinearParams& params);
 
+// embedding (ops.h) from a packed weight as the table: what a model whose head is its embedding
+// has.
+struct PackedEmbeddingParams {
+  void* out;                   // [num_tokens, columns]
+  const void* packed;          // [rows, columns]
+  const int32_t* token_ids;    // [num_tokens]
+  const int32_t* last_tokens;  // [max_rows], or nullptr
+  WeightFormat format;
+  int64_t rows, columns;
+  int64_t out_stride;  // elements
+  int32_t num_tokens;
+  int32_t max_rows;
+  DType dtype;  // of out
+};
+void packed_embedding_cpu(const PackedEmbeddingParams& params);
+
 }  // namespace vllm_lite

@@ -1,55 +1,21 @@
 // Beside the experts' matrix products these are small: plain loops, no vectors by hand.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/check.h"
+#include "core/element.h"
 #include "core/parallel_for.h"
 #include "ops/moe.h"
 
 namespace vllm_lite {
 namespace {
 
+using namespace element;
+
 constexpr int64_t kElementsPerTask = 16384;
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-float to_float(float x) { return x; }
-float to_float(_Float16 x) { return static_cast<float>(x); }
-float to_float(BFloat16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-void from_float(float x, float& out) { out = x; }
-void from_float(float x, _Float16& out) { out = static_cast<_Float16>(x); }
-void from_float(float x, BFloat16& out) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  out.bits = static_cast<uint16_t>(std::isnan(x) ? bits >> 16 | 0x40u
-                                                 : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
-
-template <typename F>
-void dispatch_dtype(DType dtype, const F& f) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return f(float{});
-    case DType::kBFloat16:
-      return f(BFloat16{});
-    case DType::kFloat16:
-      return f(_Float16{});
-    case DType::kFloat8E4M3:  // bindings/ refuses it
-      break;
-  }
-}
 
 template <typename T>
 void route(const RouteExpertsParams& p) {

@@ -18,9 +18,9 @@ struct StepSize {
   int32_t num_seqs;
 };
 
-// A kernel's params are a plain struct with a function set_size(Params&, const StepSize&) that makes
-// them those of a step of another size. The pointers in them must stay valid, and lead to room for
-// the largest step.
+// A kernel's params are a plain struct with a function set_size(Params&, const StepSize&) that
+// makes them those of a step of another size. The pointers in them must stay valid, and lead to
+// room for the largest step.
 class OpList {
  public:
   template <typename Params>

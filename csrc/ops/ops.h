@@ -88,6 +88,9 @@ struct EmbeddingParams {
 };
 VL_DECLARE_ISA_KERNEL(embedding, EmbeddingParams)
 void embedding_cpu(const EmbeddingParams& params);
+// Throws Error for an id that leads out.
+void check_token_ids(const int32_t* token_ids, int32_t num_tokens, const int32_t* last_tokens,
+                     int32_t max_rows, int64_t vocab_size);
 void embedding_cuda(const EmbeddingParams& params);
 
 // GGUF block formats, under ggml's numbers.

@@ -2,12 +2,14 @@
 
 CPU and CUDA are one contract: the same arguments, the same results within rounding. Shapes are in
 the docstrings; the kernels' own notes are in ``csrc/attention/params.h``,
-``csrc/cache/store_kv.h``, ``csrc/ops/ops.h``, ``csrc/ops/linear.h`` and ``csrc/ops/moe.h``. All functions write into
-tensors that the caller gives; none allocates. A shape, dtype or device that an op does not support
-raises ``RuntimeError`` naming it; so does, on CPU, an index that leads out of a tensor. On CUDA,
-where the kernel alone sees the indices, such an index is never followed.
+``csrc/cache/store_kv.h``, ``csrc/ops/ops.h``, ``csrc/ops/linear.h`` and ``csrc/ops/moe.h``. All
+functions write into tensors that the caller gives; none allocates. A shape, dtype or device that an
+op does not support raises ``RuntimeError`` naming it; so does, on CPU, an index that leads out of a
+tensor. On CUDA, where the kernel alone sees the indices, such an index is never followed.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import torch
@@ -316,12 +318,24 @@ def linear(
     format: str,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """``out = input @ weight^T + bias``, summed in float32 in an order that num_tokens is no part of.
+    """``out = input @ weight^T + bias``; the order of a row's sums does not depend on num_tokens.
 
-    out: ``[num_tokens, rows]``, float32 or input's dtype; input: ``[num_tokens, columns]`` (the rows
-    of both may be strided); packed: by ``pack_weight``; bias: ``[rows]`` of out's dtype.
+    out: ``[num_tokens, rows]``, float32 or input's dtype; input: ``[num_tokens, columns]`` (rows of
+    both may be strided); packed: by ``pack_weight``; bias: ``[rows]`` of out's dtype.
     """
     _ops.linear(out, input, packed, _weight_format(format), bias)
+
+
+def packed_embedding(
+    out: torch.Tensor,
+    packed: torch.Tensor,
+    format: str,
+    rows: int,
+    token_ids: torch.Tensor,
+    last_tokens: torch.Tensor | None = None,
+) -> None:
+    """``embedding`` from a packed weight ``[rows, columns]`` as the table. CPU only."""
+    _ops.packed_embedding(out, packed, _weight_format(format), rows, token_ids, last_tokens)
 
 
 def sample(
@@ -373,6 +387,37 @@ def sample_workspace_bytes(num_rows: int, vocab_size: int) -> int:
 
 # In the order of csrc/core/isa.h.
 _CPU_ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
+
+
+class OpList:
+    """Calls of CPU ops, made once with the largest tensors and run for every step.
+
+    The tensors' memory must stay; ops that have no place in a list are made at once, as ever.
+    """
+
+    def __init__(self) -> None:
+        self._handle = int(_ops.op_list_new())
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Calls that this thread makes inside go to the end of the list, and are not made."""
+        _ops.op_list_begin(self._handle)
+        try:
+            yield
+        finally:
+            _ops.op_list_end()
+
+    def run(self, num_tokens: int, num_seqs: int = 0) -> None:
+        """Makes the calls for the first ``num_tokens`` rows of their tensors, and sequences."""
+        _ops.op_list_run(self._handle, num_tokens, num_seqs)
+
+    def __del__(self) -> None:
+        _ops.op_list_delete(self._handle)
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Threads of the CPU kernels, the caller included. Not while any of them runs."""
+    _ops.set_num_threads(num_threads)
 
 
 def cpu_isas() -> list[str]:

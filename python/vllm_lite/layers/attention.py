@@ -8,7 +8,7 @@ from vllm_lite import ops
 from vllm_lite.layers.batch import ForwardBatch
 from vllm_lite.layers.buffers import StepBuffers
 from vllm_lite.layers.linear import Linear
-from vllm_lite.layers.memory import Allocate
+from vllm_lite.layers.memory import WeightMemory
 from vllm_lite.layers.rms_norm import RmsNorm
 from vllm_lite.loader.weights import Slot
 from vllm_lite.model_config import ModelConfig
@@ -23,7 +23,7 @@ class Attention:
         config: ModelConfig,
         sliding_window: int,
         cos_sin: torch.Tensor,
-        allocate: Allocate,
+        memory: WeightMemory,
     ) -> None:
         """cos_sin: float32 ``[max_model_len, rotary_size]``, shared by all layers."""
         head_size = config.head_size
@@ -37,19 +37,19 @@ class Attention:
             ],
             config.hidden_size,
             config.attention_bias,
-            allocate,
+            memory,
         )
         self._output = Linear(
             [(f"{name}.o_proj", config.hidden_size)],
             query_size,
             config.attention_output_bias,
-            allocate,
+            memory,
         )
         self._head_norms: tuple[RmsNorm, RmsNorm] | None = None
         if config.qk_norm:
             self._head_norms = (
-                RmsNorm(f"{name}.q_norm", head_size, config.rms_norm_eps, allocate),
-                RmsNorm(f"{name}.k_norm", head_size, config.rms_norm_eps, allocate),
+                RmsNorm(f"{name}.q_norm", head_size, config.rms_norm_eps, memory),
+                RmsNorm(f"{name}.k_norm", head_size, config.rms_norm_eps, memory),
             )
         self._cos_sin = cos_sin
         self._scale = head_size**-0.5

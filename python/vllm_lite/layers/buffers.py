@@ -6,11 +6,11 @@ from vllm_lite.model_config import ModelConfig
 
 
 class StepBuffers:
-    """Tensors ``[num_tokens, size]``, overwritten layer by layer.
+    """Tensors ``[num_tokens, size]``, overwritten layer by layer, and those of the logits' rows.
 
-    Memory grows to the largest step. Views are made when the number of tokens changes; they serve
-    every layer, and every following step of the same size, so that the steady decode makes no
-    tensor but the logits.
+    Views are made when the number of tokens changes; they serve every layer, and every following
+    step of the same size. The memory moves when a step is larger than any before and than what was
+    reserved.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -24,23 +24,31 @@ class StepBuffers:
             2 * config.intermediate_size,
             config.intermediate_size,
         )
+        self._last_sizes = (config.hidden_size, config.hidden_size)
         self._dtype = dtype
         self._device = device
         self._memory: list[torch.Tensor] = []
+        self._last_memory: list[torch.Tensor] = []
         self._capacity = -1
+        self._last_capacity = -1
         self.num_tokens = -1
         self.resize(0)
+
+    def reserve(self, num_tokens: int, num_logits: int) -> None:
+        """Makes room for steps of this size: the memory moves for larger ones alone."""
+        if num_tokens > self._capacity:
+            self._memory = self._empty(num_tokens, self._sizes)
+            self._capacity = num_tokens
+            self.num_tokens = -1
+        if num_logits > self._last_capacity:
+            self._last_memory = self._empty(num_logits, self._last_sizes)
+            self._last_capacity = num_logits
 
     def resize(self, num_tokens: int) -> None:
         """Points all buffers at memory for ``num_tokens``; a change leaves them undefined."""
         if num_tokens == self.num_tokens:
             return
-        if num_tokens > self._capacity:
-            self._memory = [
-                torch.empty(num_tokens, size, dtype=self._dtype, device=self._device)
-                for size in self._sizes
-            ]
-            self._capacity = num_tokens
+        self.reserve(num_tokens, 0)
         views = [memory[:num_tokens] for memory in self._memory]
         self.num_tokens = num_tokens
         self.residual, self.normed, self.projected = views[:3]  # projected: what a block adds
@@ -48,3 +56,12 @@ class StepBuffers:
         heads = self.qkv.view(num_tokens, sum(self._heads), self._head_size)
         self.query, self.key, self.value = torch.split(heads, self._heads, dim=1)
         self.attended_heads = self.attended.view(num_tokens, self._heads[0], self._head_size)
+
+    def last(self, num_logits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two ``[num_logits, hidden_size]``: of what the last block adds, and of the residual."""
+        self.reserve(0, num_logits)
+        added, residual = (memory[:num_logits] for memory in self._last_memory)
+        return added, residual
+
+    def _empty(self, rows: int, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+        return [torch.empty(rows, size, dtype=self._dtype, device=self._device) for size in sizes]

@@ -2,8 +2,8 @@
 
 import contextlib
 import mmap
+from collections.abc import Callable
 from math import prod
-from typing import Protocol
 
 import torch
 
@@ -11,36 +11,54 @@ _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64  # a cache line, and the widest vector
 
 
-class Allocate(Protocol):
-    def __call__(self, *shape: int) -> torch.Tensor:
-        """A new parameter, not initialised."""
-
-
 class WeightMemory:
-    """Hands out parameters of one dtype from large chunks.
+    """Hands out parameters from large chunks.
 
     On the CPU those are mappings that ask for huge pages: a decode step streams all weights once,
     and with 4 KiB pages the processor spends a good part of that time on address translation. Most
     systems give huge pages only to memory that asks for them.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
-        self._device = device
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_format: Callable[[str], str] | None = None,
+    ) -> None:
+        """weight_format: of the matrix of this name, for the CPU's packed products (one of
+        ``ops.WEIGHT_FORMATS``); without it all have the dtype.
+        """
+        self.dtype = dtype
+        self.device = device
+        self._weight_format = weight_format
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
-    def __call__(self, *shape: int) -> torch.Tensor:
-        num_bytes = prod(shape) * self._dtype.itemsize
+    @property
+    def is_packed(self) -> bool:
+        """Whether matrices are packed for the CPU's products."""
+        return self.device.type == "cpu"
+
+    def weight_format(self, name: str) -> str:
+        if self._weight_format is None:
+            return str(self.dtype).removeprefix("torch.")
+        return self._weight_format(name)
+
+    def tensor(self, *shape: int) -> torch.Tensor:
+        """A new parameter, not initialised."""
+        return self.bytes(prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
+
+    def bytes(self, num_bytes: int) -> torch.Tensor:
+        """uint8 ``[num_bytes]`` at a multiple of 64 bytes."""
         reserved = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if reserved > self._chunk.numel():
             self._chunk = self._new_chunk(max(reserved, _CHUNK_BYTES))
         memory, self._chunk = self._chunk[:num_bytes], self._chunk[reserved:]
-        return memory.view(self._dtype).view(shape)
+        return memory
 
     def _new_chunk(self, num_bytes: int) -> torch.Tensor:
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return _map(num_bytes)
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
 
 def _map(num_bytes: int) -> torch.Tensor:

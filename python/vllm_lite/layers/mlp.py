@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from vllm_lite import ops
 from vllm_lite.layers.buffers import StepBuffers
 from vllm_lite.layers.linear import Linear
-from vllm_lite.layers.memory import Allocate
+from vllm_lite.layers.memory import WeightMemory
 from vllm_lite.loader.weights import Slot
 from vllm_lite.model_config import ModelConfig
 
@@ -13,16 +13,16 @@ from vllm_lite.model_config import ModelConfig
 class GatedMlp:
     """``down(silu(gate(x)) * up(x))``."""
 
-    def __init__(self, name: str, config: ModelConfig, allocate: Allocate) -> None:
+    def __init__(self, name: str, config: ModelConfig, memory: WeightMemory) -> None:
         size = config.intermediate_size
         self._gate_up = Linear(
             [(f"{name}.gate_proj", size), (f"{name}.up_proj", size)],
             config.hidden_size,
             config.mlp_bias,
-            allocate,
+            memory,
         )
         self._down = Linear(
-            [(f"{name}.down_proj", config.hidden_size)], size, config.mlp_bias, allocate
+            [(f"{name}.down_proj", config.hidden_size)], size, config.mlp_bias, memory
         )
 
     def slots(self) -> Iterator[Slot]:

@@ -5,17 +5,17 @@ from collections.abc import Iterator
 import torch
 
 from vllm_lite import ops
-from vllm_lite.layers.memory import Allocate
+from vllm_lite.layers.memory import WeightMemory
 from vllm_lite.loader.weights import Slot
 
 
 class RmsNorm:
     __slots__ = ("_epsilon", "_name", "weight")
 
-    def __init__(self, name: str, size: int, epsilon: float, allocate: Allocate) -> None:
+    def __init__(self, name: str, size: int, epsilon: float, memory: WeightMemory) -> None:
         self._name = name
         self._epsilon = epsilon
-        self.weight = allocate(size)
+        self.weight = memory.tensor(size)
 
     def slots(self) -> Iterator[Slot]:
         yield Slot(f"{self._name}.weight", self.weight)

@@ -5,7 +5,7 @@ from collections.abc import Collection
 import torch
 
 from vllm_lite import ops
-from vllm_lite.gguf_file import GgufFile
+from vllm_lite.gguf_file import GGML_TYPES, GgufFile
 from vllm_lite.model_config import ModelConfig
 from vllm_lite.model_files import ModelFiles
 
@@ -62,27 +62,40 @@ class GgufCheckpoint:
     def num_bytes(self, name: str) -> int:
         return self._tensors[self._names[name]].num_bytes
 
+    def block_format(self, name: str) -> str | None:
+        format = GGML_TYPES[self._tensors[self._names[name]].ggml_type][0]
+        return format if format.startswith("Q") else None
+
+    def read_blocks(self, name: str) -> torch.Tensor:
+        own_name = self._names[name]
+        blocks = self._blocks(own_name).view(self.shape(name)[0], -1)
+        num_heads = self._num_interleaved_heads(own_name)
+        return blocks if num_heads is None else _halves(blocks, num_heads)
+
     def read(self, name: str, target: torch.Tensor) -> None:
         own_name = self._names[name]
-        parts = own_name.split(".")
-        num_heads = self._interleaved_heads.get(parts[2]) if len(parts) == 4 else None
+        num_heads = self._num_interleaved_heads(own_name)
         if num_heads is None:
             self._decode(own_name, target)
             return
         pairs = torch.empty_like(target)
         self._decode(own_name, pairs)
-        half = target.shape[0] // num_heads // 2
-        halves = target.view(num_heads, 2, half, *target.shape[1:])
-        halves.copy_(pairs.view(num_heads, half, 2, *target.shape[1:]).transpose(1, 2))
+        target.copy_(_halves(pairs, num_heads))
 
     def close(self) -> None:
         """Drops the map."""
         del self._data
 
-    def _decode(self, name: str, target: torch.Tensor) -> None:
-        tensor = self._tensors[name]
-        blocks = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
-        ops.dequantize(target, blocks, tensor.ggml_type)
+    def _num_interleaved_heads(self, own_name: str) -> int | None:
+        parts = own_name.split(".")
+        return self._interleaved_heads.get(parts[2]) if len(parts) == 4 else None
+
+    def _blocks(self, own_name: str) -> torch.Tensor:
+        tensor = self._tensors[own_name]
+        return self._data[tensor.offset : tensor.offset + tensor.num_bytes]
+
+    def _decode(self, own_name: str, target: torch.Tensor) -> None:
+        ops.dequantize(target, self._blocks(own_name), self._tensors[own_name].ggml_type)
 
     def _read_rope_divisors(self, rotary_size: int) -> torch.Tensor | None:
         tensor = self._tensors.get(_ROPE_DIVISORS)
@@ -97,6 +110,13 @@ class GgufCheckpoint:
         self._decode(_ROPE_DIVISORS, divisors)
         del self._tensors[_ROPE_DIVISORS]
         return divisors
+
+
+def _halves(pairs: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Rows of a head: from neighbours that turn together to two halves that do."""
+    half = pairs.shape[0] // num_heads // 2
+    by_pair = pairs.view(num_heads, half, 2, *pairs.shape[1:])
+    return by_pair.transpose(1, 2).reshape(pairs.shape)
 
 
 def _hugging_face_name(name: str) -> str:

@@ -50,6 +50,12 @@ class SafetensorsCheckpoint:
     def read(self, name: str, target: torch.Tensor) -> None:
         target.copy_(self._slices[name][...])
 
+    def block_format(self, name: str) -> None:
+        return None
+
+    def read_blocks(self, name: str) -> torch.Tensor:
+        raise NotImplementedError("safetensors hold no quantised blocks")
+
     def close(self) -> None:
         """Drops the maps."""
         self._slices.clear()

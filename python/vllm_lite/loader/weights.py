@@ -12,12 +12,24 @@ ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in all)
 _NAMES_IN_MESSAGE = 5
 
 
+class Place(Protocol):
+    """Where a tensor goes that the checkpoint does not simply write."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def load(self, checkpoint: "Checkpoint", name: str) -> None: ...
+
+    def pack(self, values: torch.Tensor) -> None:
+        """values: of this shape, in the model's dtype."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """Where one tensor of the checkpoint goes; ``target`` may be rows of a fused parameter."""
 
     name: str  # in Hugging Face's spelling
-    target: torch.Tensor
+    target: torch.Tensor | Place
 
 
 class Checkpoint(Protocol):
@@ -41,6 +53,12 @@ class Checkpoint(Protocol):
 
     def read(self, name: str, target: torch.Tensor) -> None:
         """Writes the tensor into ``target`` (of its shape), in ``target``'s dtype."""
+
+    def block_format(self, name: str) -> str | None:
+        """The name of the quantised format that the file has the tensor in; None: it has none."""
+
+    def read_blocks(self, name: str) -> torch.Tensor:
+        """A quantised tensor's own bytes: uint8 ``[rows, bytes of a row]``."""
 
     def close(self) -> None: ...
 
@@ -74,21 +92,28 @@ def load_weights(
     total = sum(checkpoint.num_bytes(name) for name in wanted)
     done = 0
     for name, slot in wanted.items():
-        if slot.target.device.type == "cpu":
-            checkpoint.read(name, slot.target)
+        if not isinstance(slot.target, torch.Tensor):
+            slot.target.load(checkpoint, name)
+        elif slot.target.device.type == "cpu":
+            read_values(checkpoint, name, slot.target)
         else:
             staging = torch.empty_like(slot.target, device="cpu")
-            checkpoint.read(name, staging)
+            read_values(checkpoint, name, staging)
             slot.target.copy_(staging)
-        # float16 ends at 65504; an infinity here would only show as nonsense much later.
-        if slot.target.dtype == torch.float16 and not bool(slot.target.isfinite().all()):
-            raise ValueError(
-                f"{checkpoint.describe(name)} holds values that are not finite in float16; "
-                "use dtype bfloat16 or float32"
-            )
         done += checkpoint.num_bytes(name)
         if progress:
             progress(done, total)
+
+
+def read_values(checkpoint: Checkpoint, name: str, target: torch.Tensor) -> None:
+    """``checkpoint.read``; ValueError for values that are out of range in the target's dtype."""
+    checkpoint.read(name, target)
+    # float16 ends at 65504; an infinity here would only show as nonsense much later.
+    if target.dtype == torch.float16 and not bool(target.isfinite().all()):
+        raise ValueError(
+            f"{checkpoint.describe(name)} holds values that are not finite in float16; "
+            "use dtype bfloat16 or float32"
+        )
 
 
 def _refuse(checkpoint: Checkpoint, what: str, names: list[str]) -> None:

@@ -65,18 +65,22 @@ class StepInputs:
         return [words[begin:end] for begin, end in pairwise(self._starts)]
 
     def load(
-        self, plan: StepPlan, plan_attention: Callable[[StepPlan, torch.Tensor], None]
+        self,
+        plan: StepPlan,
+        plan_attention: Callable[[StepPlan, torch.Tensor], None] | None = None,
     ) -> None:
         """Copies a plan's tensors onto the device, and the attention plan that the function
-        writes.
+        writes, if these inputs have one. On the CPU what the plan does not fill stays as it is.
         """
         sizes = self.sizes
         assert plan.num_tokens <= sizes.num_tokens and plan.num_seqs <= sizes.num_seqs
         on_device = self._words.is_cuda
-        # Pinned memory comes from torch's cache, which keeps it until the copy has been made.
-        staging = torch.empty(len(self._words), dtype=torch.int32, pin_memory=on_device)
+        staging = self._words
+        if on_device:
+            # Pinned memory comes from torch's cache, which keeps it until the copy has been made.
+            staging = torch.empty(len(self._words), dtype=torch.int32, pin_memory=True)
         attention_plan, slots, *parts = self._split(staging)
-        if sizes.plan_words:
+        if plan_attention is not None:
             plan_attention(plan, attention_plan)
         sections = (
             (slots.view(torch.int64), plan.slot_mapping, -1),
@@ -92,5 +96,7 @@ class StepInputs:
         for part, values, padding in sections:
             count = len(values)
             part[:count] = values
-            part[count:] = padding
-        self._words.copy_(staging, non_blocking=on_device)
+            if on_device:
+                part[count:] = padding
+        if on_device:
+            self._words.copy_(staging, non_blocking=True)

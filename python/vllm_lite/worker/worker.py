@@ -12,6 +12,7 @@ from vllm_lite.config import EngineConfig, ResolvedConfig, available_cores
 from vllm_lite.model_config import ModelConfig
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.models import load_model
+from vllm_lite.worker.cpu import RecordedForward
 from vllm_lite.worker.cuda import DecodeGraphs, check_device, measured_kv_memory
 from vllm_lite.worker.sampler import PendingResult, Sampler
 from vllm_lite.worker.step_inputs import InputSizes, StepInputs
@@ -52,7 +53,9 @@ class Worker:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         _check_not_forked()
-        torch.set_num_threads(config.num_threads or available_cores())
+        # The kernels have threads of their own; torch's would only compete with them.
+        torch.set_num_threads(1)
+        ops.set_num_threads(config.num_threads or available_cores())
         self._device = torch.device(resolved.device)
         if resolved.device == "cuda":
             check_device()
@@ -63,6 +66,9 @@ class Worker:
             files, model_config, self._dtype, resolved.max_model_len, progress, self._device,
             random_weights=config.load_format == "dummy",
         )  # fmt: skip
+        if resolved.device == "cuda":
+            # Graphs know the place of what a step computes in, so it must not move.
+            self.model.reserve(config.max_num_batched_tokens, config.max_num_seqs)
         max_blocks = -(-resolved.max_model_len // config.block_size)
         self._block_tables = torch.zeros(
             config.max_num_seqs, max_blocks, dtype=torch.int32, device=self._device
@@ -86,6 +92,10 @@ class Worker:
         self.resolved = resolved
         self.kv_cache_memory = resolved.num_blocks * resolved.block_bytes
         self.kv_arena = self._make_arena(resolved.num_blocks)
+        self._recorded: RecordedForward | None = None
+        if resolved.device == "cpu":
+            sizes = config.max_num_batched_tokens, config.max_num_seqs, config.max_num_seqs
+            self._recorded = RecordedForward(self.model, self._make_inputs(*sizes), self.kv_arena)
         self._graphs: DecodeGraphs | None = None
         if resolved.device == "cuda" and not config.enforce_eager:
             self._graphs = DecodeGraphs(
@@ -127,6 +137,8 @@ class Worker:
 
     def _compute(self, plan: StepPlan) -> tuple[StepInputs, torch.Tensor]:
         """(the step's tensors, logits ``[num_logits or more, vocab_size]``)"""
+        if self._recorded is not None:
+            return self._recorded.run(plan)
         # Only a step of decodes alone has one token in each sequence, and samples from every one.
         is_decode = plan.num_tokens == plan.num_seqs == plan.num_logits
         if self._graphs is not None and is_decode:
@@ -138,7 +150,8 @@ class Worker:
         return inputs, self._forward(inputs)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        return self.model(inputs.batch, self.kv_arena)
+        self.model.forward(inputs.batch, self.kv_arena)
+        return self.model.logits(inputs.batch.logits_indices)
 
     def _make_inputs(self, num_tokens: int, num_seqs: int, num_logits: int) -> StepInputs:
         plan_words = 0
