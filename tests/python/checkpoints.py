@@ -118,9 +118,10 @@ class PagedRunner:
             seq_lens=_int32(lengths),
             rows=_int32(list(tokens_of_rows)),
             block_tables=self._tables,
-            logits_indices=torch.arange(len(token_ids)),
+            logits_indices=_int32(list(range(len(token_ids)))),
         )
-        logits = self._model(batch, self._arena)
+        self._model.forward(batch, self._arena)
+        logits = self._model.logits(batch.logits_indices)
         assert logits.dtype == torch.float32
         return {
             row: logits[starts[index] : starts[index + 1]].clone()

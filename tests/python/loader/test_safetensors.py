@@ -11,7 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import PagedRunner, load, make_model, prompt, reference_logits, save
-from vllm_lite.loader.weights import Slot
+from vllm_lite import ops
+from vllm_lite.layers.memory import WeightMemory
+from vllm_lite.layers.packed_weight import PackedRows
+from vllm_lite.loader.weights import Place, Slot
 from vllm_lite.model_config import load_model_config
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.models import load_model
@@ -50,13 +53,19 @@ def test_every_parameter_is_filled_exactly_once(family: str, tied: bool, tmp_pat
     """Slots do not overlap, have names of their own and cover every parameter."""
     reference = make_model(family, tie_word_embeddings=tied)
     config = load_model_config(save(reference, tmp_path))
-    slots: list[Slot] = list(
-        LlamaForCausalLM(config, torch.float32, 64, torch.device("cpu")).slots()
-    )
+    memory = WeightMemory(torch.float32, torch.device("cpu"))
+    slots: list[Slot] = list(LlamaForCausalLM(config, memory, 64).slots())
     assert {slot.name for slot in slots} == {name for name, _ in reference.named_parameters()}
-    spans = sorted((slot.target.data_ptr(), slot.target.nbytes) for slot in slots)
-    assert all(a + size <= b for (a, size), (b, _) in pairwise(spans))
-    assert all(slot.target.is_contiguous() for slot in slots)
+    spans = []  # (memory, first, past the last): bytes of a tensor or rows of a packed weight
+    for slot in slots:
+        if isinstance(slot.target, PackedRows):
+            first, packed = slot.target.first_row, slot.target.weight.packed
+            spans.append((packed.data_ptr(), first, first + slot.target.num_rows))
+        else:
+            assert isinstance(slot.target, torch.Tensor) and slot.target.is_contiguous()
+            spans.append((0, slot.target.data_ptr(), slot.target.data_ptr() + slot.target.nbytes))
+    spans.sort()
+    assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(spans))
 
 
 def test_progress_counts_the_bytes_of_the_files(tmp_path: Path) -> None:
@@ -182,17 +191,29 @@ def test_a_directory_without_weights(tmp_path: Path) -> None:
 def test_weights_are_converted_to_the_asked_dtype(
     saved: torch.dtype, dtype: str, tmp_path: Path
 ) -> None:
-    """But for the head's matrix, which a tied embedding is: logits are computed in float32."""
     for tied in (False, True):
         reference = make_model("llama", tie_word_embeddings=tied).to(saved)
         model = load(save(reference, tmp_path / str(tied)), dtype=dtype)
         assert isinstance(model, LlamaForCausalLM)
         parameters = dict(reference.named_parameters())
-        head = "model.embed_tokens.weight" if tied else "lm_head.weight"
-        for slot in model.slots():
-            assert slot.target.dtype == (torch.float32 if slot.name == head else model.dtype)
-            assert torch.equal(slot.target, parameters[slot.name].to(slot.target.dtype)), slot.name
         assert model.dtype == getattr(torch, dtype)
+        for slot in model.slots():
+            values = unpacked(slot.target)
+            assert values.dtype == model.dtype
+            assert torch.equal(values, parameters[slot.name].to(model.dtype)), slot.name
+
+
+def unpacked(target: torch.Tensor | Place) -> torch.Tensor:
+    """A parameter's values."""
+    if isinstance(target, torch.Tensor):
+        return target
+    assert isinstance(target, PackedRows)
+    weight = target.weight
+    assert weight.format == str(weight.dtype).removeprefix("torch.")
+    values = torch.empty(target.shape, dtype=weight.dtype)
+    rows = torch.arange(target.first_row, target.first_row + target.num_rows, dtype=torch.int32)
+    ops.packed_embedding(values, weight.packed, weight.format, weight.rows, rows)
+    return values
 
 
 def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+    ops.set_num_threads(1)
 
 
 @pytest.fixture
@@ -397,7 +398,7 @@ def test_company_placement_and_threads_do_not_change_a_bit(
     lengths = [(1, 1500), (1, 40), (90, 300), (1, 256), (1, 257), (2, 1023)] + [(1, 600)] * 20
     sequences = make_sequences(lengths, 2, 3, 64, torch.bfloat16)
     together = run(sequences, row_options, 16, seed=1)
-    torch.set_num_threads(threads)
+    ops.set_num_threads(threads)
     placements = [(16, 2, math.nan), (8, 3, 1.0), (32, 4, math.inf)]
     for i in range(7):
         block_size, seed, unused = placements[(i + threads) % 3]

@@ -30,9 +30,7 @@ def back_end(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_hopper_kernels_give_the_same_bits(
-    head_size: int, dtype: torch.dtype, window: int
-) -> None:
+def test_hopper_kernels_give_the_same_bits(head_size: int, dtype: torch.dtype, window: int) -> None:
     lengths = [(1, 700), (1, 64), (9, 600), (300, 300), (130, 900), (20, 40), (64, 320)]
     sequences = make_sequences(lengths, 2, 4, head_size, dtype)
     options = options_for(head_size, sliding_window=window)
