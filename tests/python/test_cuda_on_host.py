@@ -1,8 +1,8 @@
 """The host layer of CUDA kernels (tests/cuda_on_host) finds the mistakes that kernels have.
 
-``gemm_mutants.cu`` holds a kernel and the mistakes that can be planted in it by number. It is built
-plain, with AddressSanitizer and UBSan, and with ThreadSanitizer; each mistake must be found by one
-of the builds at least, the kernel as it is by none.
+Each file in ``mutants`` holds a kernel and the mistakes that can be planted in it by number. It is
+built plain, with AddressSanitizer and UBSan, and with ThreadSanitizer; each mistake must be found
+by one of the builds at least, the kernel as it is by none.
 """
 
 import os
@@ -15,10 +15,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LAYER = ROOT / "tests/cuda_on_host"
-SOURCE = LAYER / "tests/mutants/gemm_mutants.cu"
-MUTANTS = re.findall(r"^  (k\w+),", SOURCE.read_text(), re.MULTILINE)
-MUTANTS.remove("kNone")
-
 SANITIZERS = {
     "plain": [],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
@@ -27,29 +23,63 @@ SANITIZERS = {
 # Which builds must find what: a missing barrier that only sometimes changes a result, say, is a
 # matter for ThreadSanitizer.
 MUST_FIND = {
-    "kReadsPastRows": {"address"},
-    "kWritesPastRows": {"address"},
-    "kTailNotZeroed": {"plain"},
-    "kWaitsForTooFew": {"plain"},
-    "kNoCommit": {"plain"},
-    "kNoBarrierAfterWait": {"plain", "thread"},
-    "kNoBarrierBeforeReuse": {"plain", "thread"},
-    "kNoBarrierBeforeSums": {"plain", "thread"},
-    "kDivergentBarrier": {"plain"},
-    "kEarlyReturn": {"plain"},
-    "kDivergentShuffle": {"plain"},
-    "kShuffleTooFew": {"plain"},
-    "kNoSyncwarp": {"plain", "thread"},
-    "kSharedOverrun": {"address"},
-    "kDynamicTooSmall": {"address"},
-    "kMisalignedLdmatrix": {"plain"},
-    "kMisalignedCopy": {"plain"},
-    "kCopyInFlight": {"plain"},
-    "kNoFence": {"thread"},
-    "kPlainCounter": {"thread"},
-    "kBankConflicts": {"plain"},
+    "gemm_mutants": {
+        "kReadsPastRows": {"address"},
+        "kWritesPastRows": {"address"},
+        "kTailNotZeroed": {"plain"},
+        "kWaitsForTooFew": {"plain"},
+        "kNoCommit": {"plain"},
+        "kNoBarrierAfterWait": {"plain", "thread"},
+        "kNoBarrierBeforeReuse": {"plain", "thread"},
+        "kNoBarrierBeforeSums": {"plain", "thread"},
+        "kDivergentBarrier": {"plain"},
+        "kEarlyReturn": {"plain"},
+        "kDivergentShuffle": {"plain"},
+        "kShuffleTooFew": {"plain"},
+        "kNoSyncwarp": {"plain", "thread"},
+        "kSharedOverrun": {"address"},
+        "kDynamicTooSmall": {"address"},
+        "kMisalignedLdmatrix": {"plain"},
+        "kMisalignedCopy": {"plain"},
+        "kCopyInFlight": {"plain"},
+        "kNoFence": {"thread"},
+        "kPlainCounter": {"thread"},
+        "kBankConflicts": {"plain"},
+    },
+    "wgmma_mutants": {
+        "kNoProxyFence": {"plain"},
+        "kNoWgmmaFence": {"plain"},
+        "kFenceOnce": {"plain"},
+        "kFenceTooEarly": {"plain"},
+        "kNoCommit": {"plain"},
+        "kNoWgmmaWait": {"plain"},
+        "kWaitsForTooFew": {"plain"},
+        "kReleasesBeforeWait": {"plain", "thread"},
+        "kOneWarpReleases": {"plain", "thread"},
+        "kMultipliesTooEarly": {"plain", "thread"},
+        "kArrivesBeforeCopies": {"thread"},
+        "kLoadsTooEarly": {"plain"},
+        "kNoSwizzle": {"plain"},
+        "kWrongSwizzle": {"plain"},
+        "kWrongColumnBlock": {"plain"},
+        "kWrongStep": {"plain"},
+        "kWarpSkipsAProduct": {"plain"},
+        "kLaneSkipsFence": {"plain"},
+        "kDynamicTooSmall": {"address"},
+    },
 }
 SEEDS = ("0", "1", "2", "3")
+
+
+def source_of(kernel: str) -> Path:
+    return LAYER / f"tests/mutants/{kernel}.cu"
+
+
+# By their numbers: the kernel as it is first.
+MUTANTS = {
+    kernel: re.findall(r"^  (k\w+),", source_of(kernel).read_text(), re.MULTILINE)
+    for kernel in MUST_FIND
+}
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
@@ -73,10 +103,13 @@ def compile_program(folder: Path, build: str, sources: list[Path], libraries: li
     return program
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+@pytest.fixture(scope="module", params=MUST_FIND)
+def programs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    source = source_of(request.param)
     return {
-        build: compile_program(tmp_path_factory.mktemp(build), build, [SOURCE], [])
+        build: compile_program(tmp_path_factory.mktemp(build), build, [source], [])
         for build in SANITIZERS
     }
 
@@ -100,21 +133,39 @@ def test_clean_kernel_is_not_reproached(programs: dict[str, Path]) -> None:
             assert result.returncode == 0, f"{build}, seed {seed}:\n{result.stdout}"
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutant_is_found(programs: dict[str, Path], mutant: str) -> None:
-    number = str(MUTANTS.index(mutant) + 1)
-    for build in MUST_FIND[mutant]:
+@pytest.mark.parametrize(
+    ("programs", "mutant"),
+    [(kernel, mutant) for kernel, names in MUTANTS.items() for mutant in names[1:]],
+    indirect=["programs"],
+)
+def test_mutant_is_found(
+    programs: dict[str, Path], mutant: str, request: pytest.FixtureRequest
+) -> None:
+    kernel = request.node.callspec.params["programs"]
+    number = str(MUTANTS[kernel].index(mutant))
+    for build in MUST_FIND[kernel][mutant]:
         seeds = SEEDS if build == "plain" else SEEDS[:1]
         results = [run(programs[build], number, seed=seed) for seed in seeds]
         assert any(result.returncode != 0 for result in results), f"{build} did not find {mutant}"
         assert all(result.returncode != 2 for result in results), results[0].stdout
 
 
-@pytest.mark.parametrize("build", ["address", "thread"])
-def test_report_names_the_line_of_the_kernel(programs: dict[str, Path], build: str) -> None:
-    mutant = "kSharedOverrun" if build == "address" else "kNoSyncwarp"
-    report = run(programs[build], str(MUTANTS.index(mutant) + 1)).stdout
-    assert "gemm_mutants.cu:" in report
+@pytest.mark.parametrize(
+    ("programs", "build", "mutant"),
+    [
+        ("gemm_mutants", "address", "kSharedOverrun"),
+        ("gemm_mutants", "thread", "kNoSyncwarp"),
+        ("wgmma_mutants", "address", "kDynamicTooSmall"),
+        ("wgmma_mutants", "thread", "kReleasesBeforeWait"),
+    ],
+    indirect=["programs"],
+)
+def test_report_names_the_line_of_the_kernel(
+    programs: dict[str, Path], build: str, mutant: str, request: pytest.FixtureRequest
+) -> None:
+    kernel = request.node.callspec.params["programs"]
+    report = run(programs[build], str(MUTANTS[kernel].index(mutant))).stdout
+    assert f"{kernel}.cu:" in report
 
 
 @pytest.mark.slow
