@@ -5,10 +5,12 @@ built plain, with AddressSanitizer and UBSan, and with ThreadSanitizer; each mis
 by one of the builds at least, the kernel as it is by none.
 """
 
+import functools
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -103,15 +105,18 @@ def compile_program(folder: Path, build: str, sources: list[Path], libraries: li
     return program
 
 
-@pytest.fixture(scope="module", params=MUST_FIND)
-def programs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
-    source = source_of(request.param)
-    return {
-        build: compile_program(tmp_path_factory.mktemp(build), build, [source], [])
-        for build in SANITIZERS
-    }
+ProgramOf = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def program_of(tmp_path_factory: pytest.TempPathFactory) -> ProgramOf:
+    """The program of a kernel and a build, compiled when it is first asked for."""
+
+    @functools.cache
+    def program_of(kernel: str, build: str) -> Path:
+        return compile_program(tmp_path_factory.mktemp(build), build, [source_of(kernel)], [])
+
+    return program_of
 
 
 def run(program: Path, *arguments: str, seed: str = "0") -> subprocess.CompletedProcess[str]:
@@ -126,45 +131,40 @@ def run(program: Path, *arguments: str, seed: str = "0") -> subprocess.Completed
     )
 
 
-def test_clean_kernel_is_not_reproached(programs: dict[str, Path]) -> None:
-    for build, program in programs.items():
-        for seed in SEEDS:
-            result = run(program, seed=seed)
-            assert result.returncode == 0, f"{build}, seed {seed}:\n{result.stdout}"
+@pytest.mark.parametrize("build", SANITIZERS)
+@pytest.mark.parametrize("kernel", MUTANTS)
+def test_clean_kernel_is_not_reproached(program_of: ProgramOf, kernel: str, build: str) -> None:
+    for seed in SEEDS:
+        result = run(program_of(kernel, build), seed=seed)
+        assert result.returncode == 0, f"seed {seed}:\n{result.stdout}"
 
 
 @pytest.mark.parametrize(
-    ("programs", "mutant"),
-    [(kernel, mutant) for kernel, names in MUTANTS.items() for mutant in names[1:]],
-    indirect=["programs"],
+    ("kernel", "mutant"),
+    [(kernel, mutant) for kernel, mutants in MUTANTS.items() for mutant in mutants[1:]],
 )
-def test_mutant_is_found(
-    programs: dict[str, Path], mutant: str, request: pytest.FixtureRequest
-) -> None:
-    kernel = request.node.callspec.params["programs"]
+def test_mutant_is_found(program_of: ProgramOf, kernel: str, mutant: str) -> None:
     number = str(MUTANTS[kernel].index(mutant))
     for build in MUST_FIND[kernel][mutant]:
         seeds = SEEDS if build == "plain" else SEEDS[:1]
-        results = [run(programs[build], number, seed=seed) for seed in seeds]
+        results = [run(program_of(kernel, build), number, seed=seed) for seed in seeds]
         assert any(result.returncode != 0 for result in results), f"{build} did not find {mutant}"
         assert all(result.returncode != 2 for result in results), results[0].stdout
 
 
 @pytest.mark.parametrize(
-    ("programs", "build", "mutant"),
+    ("kernel", "build", "mutant"),
     [
         ("gemm_mutants", "address", "kSharedOverrun"),
         ("gemm_mutants", "thread", "kNoSyncwarp"),
         ("wgmma_mutants", "address", "kDynamicTooSmall"),
         ("wgmma_mutants", "thread", "kReleasesBeforeWait"),
     ],
-    indirect=["programs"],
 )
 def test_report_names_the_line_of_the_kernel(
-    programs: dict[str, Path], build: str, mutant: str, request: pytest.FixtureRequest
+    program_of: ProgramOf, kernel: str, build: str, mutant: str
 ) -> None:
-    kernel = request.node.callspec.params["programs"]
-    report = run(programs[build], str(MUTANTS[kernel].index(mutant))).stdout
+    report = run(program_of(kernel, build), str(MUTANTS[kernel].index(mutant))).stdout
     assert f"{kernel}.cu:" in report
 
 
