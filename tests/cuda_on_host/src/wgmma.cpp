@@ -113,14 +113,14 @@ template <float (*kToFloat)(uint16_t), int kBlocks>
 void perform(Warp& warp, size_t number) {
   const WgmmaProduct& product = lane_of(warp, 0).wgmma.products[number];
   float a[16][16], b[kStepK][8 * kBlocks], products[16][8 * kBlocks];
-  const auto unpack_b = [&](uint32_t line, uint32_t first, const std::byte* chunk) {
+  const auto unpack = [&](uint32_t line, uint32_t first, const std::byte* chunk) {
     uint16_t elements[kChunkElements];
     std::memcpy(elements, chunk, sizeof(elements));
     for (uint32_t i = 0; i < kChunkElements; ++i) {
       (product.shape.b_in_rows ? b[line][first + i] : b[first + i][line]) = kToFloat(elements[i]);
     }
   };
-  if (read_matrix(product.shape, product.b, unpack_b) != product.b_hash) {
+  if (read_matrix(product.shape, product.b, unpack) != product.b_hash) {
     fail("the matrix in shared memory changed while a wgmma product was under way");
   }
   for (int lane = 0; lane < kWarpSize; ++lane) {
