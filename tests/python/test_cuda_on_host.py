@@ -1,24 +1,22 @@
 """The host layer of CUDA kernels (tests/cuda_on_host) finds the mistakes that kernels have.
 
-``gemm_mutants.cu`` holds a kernel and the mistakes that can be planted in it by number. It is built
-plain, with AddressSanitizer and UBSan, and with ThreadSanitizer; each mistake must be found by one
-of the builds at least, the kernel as it is by none.
+Each file in ``mutants`` holds a kernel and the mistakes that can be planted in it by number. It is
+built plain, with AddressSanitizer and UBSan, and with ThreadSanitizer; each mistake must be found
+by one of the builds at least, the kernel as it is by none.
 """
 
+import functools
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 LAYER = ROOT / "tests/cuda_on_host"
-SOURCE = LAYER / "tests/mutants/gemm_mutants.cu"
-MUTANTS = re.findall(r"^  (k\w+),", SOURCE.read_text(), re.MULTILINE)
-MUTANTS.remove("kNone")
-
 SANITIZERS = {
     "plain": [],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
@@ -27,29 +25,63 @@ SANITIZERS = {
 # Which builds must find what: a missing barrier that only sometimes changes a result, say, is a
 # matter for ThreadSanitizer.
 MUST_FIND = {
-    "kReadsPastRows": {"address"},
-    "kWritesPastRows": {"address"},
-    "kTailNotZeroed": {"plain"},
-    "kWaitsForTooFew": {"plain"},
-    "kNoCommit": {"plain"},
-    "kNoBarrierAfterWait": {"plain", "thread"},
-    "kNoBarrierBeforeReuse": {"plain", "thread"},
-    "kNoBarrierBeforeSums": {"plain", "thread"},
-    "kDivergentBarrier": {"plain"},
-    "kEarlyReturn": {"plain"},
-    "kDivergentShuffle": {"plain"},
-    "kShuffleTooFew": {"plain"},
-    "kNoSyncwarp": {"plain", "thread"},
-    "kSharedOverrun": {"address"},
-    "kDynamicTooSmall": {"address"},
-    "kMisalignedLdmatrix": {"plain"},
-    "kMisalignedCopy": {"plain"},
-    "kCopyInFlight": {"plain"},
-    "kNoFence": {"thread"},
-    "kPlainCounter": {"thread"},
-    "kBankConflicts": {"plain"},
+    "gemm_mutants": {
+        "kReadsPastRows": {"address"},
+        "kWritesPastRows": {"address"},
+        "kTailNotZeroed": {"plain"},
+        "kWaitsForTooFew": {"plain"},
+        "kNoCommit": {"plain"},
+        "kNoBarrierAfterWait": {"plain", "thread"},
+        "kNoBarrierBeforeReuse": {"plain", "thread"},
+        "kNoBarrierBeforeSums": {"plain", "thread"},
+        "kDivergentBarrier": {"plain"},
+        "kEarlyReturn": {"plain"},
+        "kDivergentShuffle": {"plain"},
+        "kShuffleTooFew": {"plain"},
+        "kNoSyncwarp": {"plain", "thread"},
+        "kSharedOverrun": {"address"},
+        "kDynamicTooSmall": {"address"},
+        "kMisalignedLdmatrix": {"plain"},
+        "kMisalignedCopy": {"plain"},
+        "kCopyInFlight": {"plain"},
+        "kNoFence": {"thread"},
+        "kPlainCounter": {"thread"},
+        "kBankConflicts": {"plain"},
+    },
+    "wgmma_mutants": {
+        "kNoProxyFence": {"plain"},
+        "kNoWgmmaFence": {"plain"},
+        "kFenceOnce": {"plain"},
+        "kFenceTooEarly": {"plain"},
+        "kNoCommit": {"plain"},
+        "kNoWgmmaWait": {"plain"},
+        "kWaitsForTooFew": {"plain"},
+        "kReleasesBeforeWait": {"plain", "thread"},
+        "kOneWarpReleases": {"plain", "thread"},
+        "kMultipliesTooEarly": {"plain", "thread"},
+        "kArrivesBeforeCopies": {"thread"},
+        "kLoadsTooEarly": {"plain"},
+        "kNoSwizzle": {"plain"},
+        "kWrongSwizzle": {"plain"},
+        "kWrongColumnBlock": {"plain"},
+        "kWrongStep": {"plain"},
+        "kWarpSkipsAProduct": {"plain"},
+        "kLaneSkipsFence": {"plain"},
+        "kDynamicTooSmall": {"address"},
+    },
 }
 SEEDS = ("0", "1", "2", "3")
+
+
+def source_of(kernel: str) -> Path:
+    return LAYER / f"tests/mutants/{kernel}.cu"
+
+
+# By their numbers: the kernel as it is first.
+MUTANTS = {
+    kernel: re.findall(r"^  (k\w+),", source_of(kernel).read_text(), re.MULTILINE)
+    for kernel in MUST_FIND
+}
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
@@ -73,12 +105,18 @@ def compile_program(folder: Path, build: str, sources: list[Path], libraries: li
     return program
 
 
+ProgramOf = Callable[[str, str], Path]
+
+
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
-        build: compile_program(tmp_path_factory.mktemp(build), build, [SOURCE], [])
-        for build in SANITIZERS
-    }
+def program_of(tmp_path_factory: pytest.TempPathFactory) -> ProgramOf:
+    """The program of a kernel and a build, compiled when it is first asked for."""
+
+    @functools.cache
+    def program_of(kernel: str, build: str) -> Path:
+        return compile_program(tmp_path_factory.mktemp(build), build, [source_of(kernel)], [])
+
+    return program_of
 
 
 def run(program: Path, *arguments: str, seed: str = "0") -> subprocess.CompletedProcess[str]:
@@ -93,28 +131,41 @@ def run(program: Path, *arguments: str, seed: str = "0") -> subprocess.Completed
     )
 
 
-def test_clean_kernel_is_not_reproached(programs: dict[str, Path]) -> None:
-    for build, program in programs.items():
-        for seed in SEEDS:
-            result = run(program, seed=seed)
-            assert result.returncode == 0, f"{build}, seed {seed}:\n{result.stdout}"
+@pytest.mark.parametrize("build", SANITIZERS)
+@pytest.mark.parametrize("kernel", MUTANTS)
+def test_clean_kernel_is_not_reproached(program_of: ProgramOf, kernel: str, build: str) -> None:
+    for seed in SEEDS:
+        result = run(program_of(kernel, build), seed=seed)
+        assert result.returncode == 0, f"seed {seed}:\n{result.stdout}"
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutant_is_found(programs: dict[str, Path], mutant: str) -> None:
-    number = str(MUTANTS.index(mutant) + 1)
-    for build in MUST_FIND[mutant]:
+@pytest.mark.parametrize(
+    ("kernel", "mutant"),
+    [(kernel, mutant) for kernel, mutants in MUTANTS.items() for mutant in mutants[1:]],
+)
+def test_mutant_is_found(program_of: ProgramOf, kernel: str, mutant: str) -> None:
+    number = str(MUTANTS[kernel].index(mutant))
+    for build in MUST_FIND[kernel][mutant]:
         seeds = SEEDS if build == "plain" else SEEDS[:1]
-        results = [run(programs[build], number, seed=seed) for seed in seeds]
+        results = [run(program_of(kernel, build), number, seed=seed) for seed in seeds]
         assert any(result.returncode != 0 for result in results), f"{build} did not find {mutant}"
         assert all(result.returncode != 2 for result in results), results[0].stdout
 
 
-@pytest.mark.parametrize("build", ["address", "thread"])
-def test_report_names_the_line_of_the_kernel(programs: dict[str, Path], build: str) -> None:
-    mutant = "kSharedOverrun" if build == "address" else "kNoSyncwarp"
-    report = run(programs[build], str(MUTANTS.index(mutant) + 1)).stdout
-    assert "gemm_mutants.cu:" in report
+@pytest.mark.parametrize(
+    ("kernel", "build", "mutant"),
+    [
+        ("gemm_mutants", "address", "kSharedOverrun"),
+        ("gemm_mutants", "thread", "kNoSyncwarp"),
+        ("wgmma_mutants", "address", "kDynamicTooSmall"),
+        ("wgmma_mutants", "thread", "kReleasesBeforeWait"),
+    ],
+)
+def test_report_names_the_line_of_the_kernel(
+    program_of: ProgramOf, kernel: str, build: str, mutant: str
+) -> None:
+    report = run(program_of(kernel, build), str(MUTANTS[kernel].index(mutant))).stdout
+    assert f"{kernel}.cu:" in report
 
 
 @pytest.mark.slow

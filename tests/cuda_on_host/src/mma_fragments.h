@@ -38,17 +38,18 @@ void unpack_b(int lane, const uint32_t* registers, float (&b)[16][8]) {
 inline int row_of_d(int lane, int i) { return lane / 4 + 8 * (i / 2); }
 inline int column_of_d(int lane, int i) { return lane % 4 * 2 + i % 2; }
 
-// In the order of k.
+// In the order of k. The sums of a row are in an array of their own, which nothing can alias: -O2
+// makes vectors of them.
 template <int kColumns>
 void multiply(const float (&a)[16][16], const float (&b)[16][kColumns],
               float (&products)[16][kColumns]) {
   for (int row = 0; row < 16; ++row) {
-    for (float& x : products[row]) x = 0;
+    float sums[kColumns] = {};
     for (int k = 0; k < 16; ++k) {
-      for (int column = 0; column < kColumns; ++column) {
-        products[row][column] += a[row][k] * b[k][column];
-      }
+      const float x = a[row][k];
+      for (int column = 0; column < kColumns; ++column) sums[column] += x * b[k][column];
     }
+    for (int column = 0; column < kColumns; ++column) products[row][column] = sums[column];
   }
 }
 

@@ -15,7 +15,7 @@
 namespace cuda_on_host {
 namespace {
 
-constexpr int kStepK = 16;
+constexpr uint32_t kStepK = 16;
 constexpr std::byte kNaNByte{0xff};
 constexpr uint32_t kWholeWarp = 0xffffffffu;
 
@@ -36,10 +36,10 @@ void check_all_lanes(Warp&, uint32_t lanes) {
 
 // ---- the matrix in shared memory
 
-constexpr int kChunkElements = 8;  // in 16 bytes
-constexpr uint32_t kChunkBytes = 16;
-constexpr uint32_t kRowOf64Bytes = 128;
-constexpr uint32_t kAtomBytes = 8 * kRowOf64Bytes;  // the swizzle repeats after it
+// Lines of 64 elements; a line is a row of b or a column.
+constexpr uint32_t kChunkBytes = 16, kChunkElements = 8;
+constexpr uint32_t kLineBytes = 128, kLineElements = 64;
+constexpr uint32_t kAtomBytes = 8 * kLineBytes;  // the swizzle repeats after it
 
 struct Descriptor {
   uint32_t start, leading, stride;  // bytes
@@ -58,35 +58,41 @@ Descriptor decode(uint64_t b, bool b_in_rows) {
     refuse("bits set that have no meaning");
   }
   const Descriptor result{field(0, 14) * 16, field(16, 14) * 16, field(32, 14) * 16};
-  if (result.start % kAtomBytes >= kRowOf64Bytes || result.start % (2 * kChunkBytes) != 0) {
+  if (result.start % kAtomBytes >= kLineBytes || result.start % (2 * kChunkBytes) != 0) {
     refuse("a start that is not an even chunk of a row whose number is a multiple of 8");
   }
-  if (b_in_rows && result.start % kRowOf64Bytes != 0) {
+  if (b_in_rows && result.start % kLineBytes != 0) {
     refuse("a start inside a row, of a matrix whose rows are b's");
   }
   return result;
 }
 
-// Calls body(row or column of b, the first of 8 columns or rows, the 16 bytes there).
+// Calls body(row or column of b, the first of 8 columns or rows, the 16 bytes there). Returns a
+// hash of all that was read.
 template <typename F>
-void for_each_chunk(const WgmmaShape& shape, uint64_t b, F&& body) {
+uint64_t read_matrix(const WgmmaShape& shape, uint64_t b, F&& body) {
   const Descriptor descriptor = decode(b, shape.b_in_rows);
   const SharedMemory& shared = current.block->shared;
-  const int lines = shape.b_in_rows ? kStepK : 8 * shape.blocks;
-  const int line_elements = shape.b_in_rows ? 8 * shape.blocks : kStepK;
-  for (int line = 0; line < lines; ++line) {
-    const auto number = static_cast<uint32_t>(line);
-    const uint32_t row =
-        descriptor.start + number / 8 * descriptor.stride + number % 8 * kRowOf64Bytes;
-    for (int first = 0; first < line_elements; first += kChunkElements) {
-      const auto block = static_cast<uint32_t>(first) / 64,
-                 inside = static_cast<uint32_t>(first) % 64;
-      uint32_t address = row + block * descriptor.leading + inside * 2;
-      address ^= address / kRowOf64Bytes % 8 * kChunkBytes;
+  const auto n = static_cast<uint32_t>(8 * shape.blocks);
+  const uint32_t lines = shape.b_in_rows ? kStepK : n, line_elements = shape.b_in_rows ? n : kStepK;
+  uint64_t hash = 0;
+  for (uint32_t line = 0; line < lines; ++line) {
+    const uint32_t row = descriptor.start + line / 8 * descriptor.stride + line % 8 * kLineBytes;
+    for (uint32_t first = 0; first < line_elements; first += kChunkElements) {
+      uint32_t address =
+          row + first / kLineElements * descriptor.leading + first % kLineElements * 2;
+      address ^= address / kLineBytes % 8 * kChunkBytes;
       if (address + kChunkBytes > shared.size) fail("wgmma reads past the end of shared memory");
-      body(line, first, shared.memory + address);
+      const std::byte* chunk = shared.memory + address;
+      // AddressSanitizer sees the copy itself.
+      if (kThreadSanitizer) announce_read(chunk, kChunkBytes);
+      uint64_t words[2];
+      std::memcpy(words, chunk, sizeof(words));
+      for (const uint64_t word : words) hash = (std::rotl(hash, 23) ^ word) * 0x9e3779b97f4a7c15u;
+      body(line, first, chunk);
     }
   }
+  return hash;
 }
 
 void check_proxy(const std::byte* chunk) {
@@ -100,34 +106,23 @@ void check_proxy(const std::byte* chunk) {
        coordinates(thread.index) + " copied it and has had no fence since");
 }
 
-uint64_t read_and_hash(const WgmmaShape& shape, uint64_t b) {
-  uint64_t hash = 0;
-  for_each_chunk(shape, b, [&](int, int, const std::byte* chunk) {
-    announce_read(chunk, kChunkBytes);
-    uint64_t words[2];
-    std::memcpy(words, chunk, sizeof(words));
-    for (const uint64_t word : words) hash = (std::rotl(hash, 23) ^ word) * 0x9e3779b97f4a7c15u;
-  });
-  return hash;
-}
-
 // ---- products
 
 // b is read now, and a product whose matrix is not what it was is no product.
 template <float (*kToFloat)(uint16_t), int kBlocks>
 void perform(Warp& warp, size_t number) {
   const WgmmaProduct& product = lane_of(warp, 0).wgmma.products[number];
-  if (read_and_hash(product.shape, product.b) != product.b_hash) {
-    fail("the matrix in shared memory changed while a wgmma product was under way");
-  }
   float a[16][16], b[kStepK][8 * kBlocks], products[16][8 * kBlocks];
-  for_each_chunk(product.shape, product.b, [&](int line, int first, const std::byte* chunk) {
+  const auto unpack = [&](uint32_t line, uint32_t first, const std::byte* chunk) {
     uint16_t elements[kChunkElements];
     std::memcpy(elements, chunk, sizeof(elements));
-    for (int i = 0; i < kChunkElements; ++i) {
+    for (uint32_t i = 0; i < kChunkElements; ++i) {
       (product.shape.b_in_rows ? b[line][first + i] : b[first + i][line]) = kToFloat(elements[i]);
     }
-  });
+  };
+  if (read_matrix(product.shape, product.b, unpack) != product.b_hash) {
+    fail("the matrix in shared memory changed while a wgmma product was under way");
+  }
   for (int lane = 0; lane < kWarpSize; ++lane) {
     unpack_a<kToFloat>(lane, lane_of(warp, lane).wgmma.products[number].a->bits, a);
   }
@@ -243,9 +238,9 @@ void complete_wgmma(Warp& warp, uint32_t lanes) {
   check_all_lanes<kWgmmaName>(warp, lanes);
   Block& block = *current.block;
   WgmmaProduct& product = operand_of(warp, 0);
-  for_each_chunk(product.shape, product.b,
-                 [](int, int, const std::byte* chunk) { check_proxy(chunk); });
-  const uint64_t hash = read_and_hash(product.shape, product.b);
+  const uint64_t hash =
+      read_matrix(product.shape, product.b,
+                  [](uint32_t, uint32_t, const std::byte* chunk) { check_proxy(chunk); });
   for (int lane = 0; lane < kWarpSize; ++lane) {
     if (!same(product, operand_of(warp, lane))) {
       fail("divergence: lanes of one warp have different operands for wgmma", lane_of(warp, lane));

@@ -183,8 +183,8 @@ __device__ void wait_for_phase(uint64_t* barrier, uint32_t parity) {
   }
 }
 
-// Warps 0 to 7 add up the products of `rows_of_a` with the tiles [64][64] of b that warp 8 brings,
-// all ones in a: d is the sums of b's columns.
+// Warp 8 brings tiles [64][64] of b, warps 0 to 7 multiply them with ones: each row of d is the
+// sums of b's columns.
 __global__ void ring_of_tiles(const uint16_t* tiles, int num_tiles, float* out) {
   constexpr int kStages = 2, kElements = 64 * 64, kConsumers = 2 * kGroup;
   VL_DYNAMIC_SHARED(uint16_t, stages);
@@ -254,6 +254,34 @@ TEST_F(Wgmma, ConsumersOfARingThatOneWarpFills) {
       }
     }
   });
+}
+
+// A descriptor has 18 bits of an address.
+__global__ void matrix_at_the_end(int bytes, float* out) {
+  VL_SHARED(float, one, );
+  VL_DYNAMIC_SHARED(uint16_t, shared);
+  const unsigned thread = threadIdx.x;
+  uint16_t* matrix = shared + bytes / 2 - kStep * 64;
+  if (thread == 0) one = 1;
+  for (unsigned i = thread; i < kStep * 64; i += kGroup) matrix[i] = from_float<BFloat16>(3).bits;
+  fence_async_proxy();
+  __syncthreads();
+  float d[8][4];
+  uint32_t a[4];
+  for (uint32_t& x : a) x = pack<BFloat16>(one, one);
+  wgmma_fence();
+  wgmma<BFloat16, WgmmaB::kRows>(d, a, wgmma_matrix(matrix, 0), false);
+  wgmma_commit();
+  wgmma_wait<0>();
+  out[thread] = d[7][3];
+}
+
+TEST_F(Wgmma, ReachesTheEndOfSharedMemory) {
+  constexpr int kBytes = 226 << 10;
+  std::vector<float> out(kGroup);
+  allow_dynamic_shared(matrix_at_the_end, kBytes);
+  VL_LAUNCH(matrix_at_the_end, 1, kGroup, kBytes, 0, kBytes, out.data());
+  for (const float x : out) ASSERT_EQ(x, 3 * kStep);
 }
 
 // ---- mistakes
