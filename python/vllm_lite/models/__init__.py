@@ -32,12 +32,13 @@ class CausalLM(Protocol):
     """A loaded model. Not to be called from two threads at once."""
 
     config: ModelConfig
-    dtype: torch.dtype  # of weights, activations and KV
+    dtype: torch.dtype  # of weights and activations
 
     def __call__(self, batch: ForwardBatch, kv_arena: torch.Tensor) -> torch.Tensor:
         """Computes the batch, stores its KV, returns float32 logits ``[num_logits, vocab_size]``.
 
-        kv_arena: ``[num_layers, num_blocks, 2, num_kv_heads, block_size, head_size]`` of ``dtype``.
+        kv_arena: ``[num_layers, num_blocks, 2, num_kv_heads, block_size, head_size]`` of ``dtype``
+        or, on CUDA, float8_e4m3fn.
         """
 
 

@@ -91,7 +91,7 @@ class LlamaForCausalLM:
         """Computes the batch, stores its KV, returns float32 logits ``[num_logits, vocab_size]``.
 
         kv_arena: ``[num_layers, num_blocks, 2, num_kv_heads, block_size, head_size]`` of the
-        model's dtype.
+        model's dtype or, on CUDA, float8_e4m3fn.
         """
         buffers = self._buffers
         buffers.resize(batch.token_ids.shape[0])
