@@ -135,8 +135,8 @@ stage tests 120 "torch numpy pytest" "${tests[@]}"
   stage attention 75 "torch" "$python" bench/gpu/attention.py $dry
   stage small_kernels 30 "torch" "$python" bench/gpu/small_kernels.py $dry
   stage sampling 30 "torch" "$python" bench/gpu/sampling.py $dry
-  stage end_to_end 120 "$engine" "$python" bench/gpu/end_to_end.py $dry
+  stage end_to_end 150 "$engine" "$python" bench/gpu/end_to_end.py $dry
 }
 stage engine 60 "$engine pytest transformers" "${engine_tests[@]}"
-[ -n "$dry" ] || stage sanitizer 60 "torch numpy pytest" bash -c sanitizer
+[ -n "$dry" ] || stage sanitizer 90 "torch numpy pytest" bash -c sanitizer
 "$python" bench/gpu/summarise.py "$work/lines" "$result"

@@ -8,7 +8,6 @@ import argparse
 import gc
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,9 +130,10 @@ def start(parser: argparse.ArgumentParser) -> tuple[Bench, argparse.Namespace]:
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the host layer")
     arguments = parser.parse_args()
     if arguments.dry_run:
-        build = ROOT / os.environ.get("VLLM_LITE_TEST_BUILD", "build/dev")
-        torch.ops.load_library(build / "tests/cuda_on_host/_ops_cuda_on_host.so")
-        ops._ops = torch.ops.vllm_lite_cuda_on_host
+        from ops.on_host import OnHostOps, load_on_host
+
+        load_on_host()
+        ops._ops = OnHostOps()
     elif not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; --dry-run needs none")
     elif not ops.has_cuda_kernels():

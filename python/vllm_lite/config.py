@@ -11,8 +11,9 @@ from vllm_lite.model_files import DEFAULT_MODEL
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+KvCacheDTypeName = Literal["auto", "fp8"]
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 # KV memory on CPU unless --kv-cache-memory says otherwise. Pages are touched only when they are
 # used.
@@ -38,6 +39,7 @@ _OPTIONAL = frozenset({"max_model_len", "kv_cache_memory", "num_threads"})
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "device": ("auto", "cpu", "cuda"),
+    "kv_cache_dtype": ("auto", "fp8"),
     "load_format": ("auto", "dummy"),
     "scheduling_policy": ("fcfs", "priority"),
 }
@@ -60,6 +62,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     block_size: int = 16  # tokens in a KV block
     # Bytes; None: DEFAULT_KV_CACHE_MEMORY on the CPU, what the worker finds free on a GPU.
     kv_cache_memory: int | None = None
+    kv_cache_dtype: KvCacheDTypeName = "auto"  # auto: the dtype; fp8: float8_e4m3fn, on CUDA alone
     gpu_memory_utilization: float = 0.9  # of the GPU's memory, for weights, activations and KV
     enforce_eager: bool = False  # no CUDA graphs
     enable_prefix_caching: bool = True
@@ -112,7 +115,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The numbers that follow from these options and the model.
 
         Raises ``ValueError`` if ``max_model_len`` exceeds the model's limit or does not fit into
-        the KV memory, or if the device cannot compute in the dtype.
+        the KV memory, or if the device cannot compute in the dtype or read such a KV cache.
         """
         limit = model.max_position_embeddings
         max_model_len = limit if self.max_model_len is None else self.max_model_len
@@ -127,9 +130,15 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 "dtype float32 is not supported on CUDA: use --dtype bfloat16 or float16, or "
                 "--device cpu"
             )
+        kv_cache_dtype = "float8_e4m3fn" if self.kv_cache_dtype == "fp8" else dtype
+        if device == "cpu" and kv_cache_dtype != dtype:
+            raise ValueError(
+                f"kv_cache_dtype {self.kv_cache_dtype} is not supported on the CPU: use "
+                "--kv-cache-dtype auto, or --device cuda"
+            )
         block_bytes = (
             2 * model.num_layers * model.num_kv_heads * self.block_size * model.head_size
-        ) * DTYPE_BYTES[dtype]
+        ) * DTYPE_BYTES[kv_cache_dtype]
         memory = self.kv_cache_memory
         if memory is None and device == "cpu":
             memory = DEFAULT_KV_CACHE_MEMORY
@@ -154,6 +163,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return ResolvedConfig(
             device=device,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             block_bytes=block_bytes,
@@ -164,6 +174,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ResolvedConfig(msgspec.Struct, frozen=True):
     device: str  # cpu or cuda
     dtype: str  # float32, bfloat16 or float16
+    kv_cache_dtype: str  # the dtype, or float8_e4m3fn
     max_model_len: int
     num_blocks: int | None  # None: for the worker to find out
     block_bytes: int  # K and V of one block in all layers

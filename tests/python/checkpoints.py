@@ -80,14 +80,21 @@ def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
 class PagedRunner:
     """Runs sequences through a model with a paged cache: scattered blocks that begin as NaN."""
 
-    def __init__(self, model: CausalLM, num_blocks: int = 64, block_size: int = 16) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        """kv_dtype: of the cache; the model's if there is none."""
         config = model.config
         shape = (
             config.num_layers, num_blocks, 2, config.num_kv_heads, block_size, config.head_size,
         )  # fmt: skip
         self._model = model
         self._block_size = block_size
-        self._arena = torch.full(shape, float("nan"), dtype=model.dtype)
+        self._arena = torch.full(shape, float("nan"), dtype=model.dtype).to(kv_dtype or model.dtype)
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1))
         self._free = order.to(torch.int32).tolist()
         self._tables = torch.full((8, num_blocks), -1, dtype=torch.int32)

@@ -29,12 +29,17 @@ PathFinder.find_spec = staticmethod(
 
 
 def gpu_check(
-    directory: Path, *arguments: str, hidden: tuple[str, ...] = (), build: Path = BUILD
+    directory: Path,
+    *arguments: str,
+    hidden: tuple[str, ...] = (),
+    build: Path = BUILD,
+    budget: int = 100,
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, list[dict[str, Any]]]]:
     """(how it ended, its lines by stage), with an interpreter that cannot find some packages."""
     (directory / "sitecustomize.py").write_text(HIDE.format(hidden=hidden))
     environment = os.environ | {
         "OUT": str(directory / "out"),
+        "BUDGET": str(budget),
         "PYTHON": sys.executable,
         "PYTHONPATH": str(directory),
         "VLLM_LITE_TEST_BUILD": str(build),
@@ -92,6 +97,12 @@ def test_a_stage_that_fails_is_named(tmp_path: Path) -> None:
     done, stages = gpu_check(tmp_path, "--dry-run", "sampling", build=tmp_path)
     assert done.returncode == 1 and "failed: sampling" in done.stdout
     assert statuses(stages) == {"sampling": 1}
+
+
+def test_when_the_time_is_up_the_rest_is_not_run(tmp_path: Path) -> None:
+    done, stages = gpu_check(tmp_path, "--dry-run", "sampling", budget=0)
+    assert done.returncode == 0 and "not run: sampling" in done.stdout
+    assert statuses(stages) == {"sampling": "not run: no time left"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

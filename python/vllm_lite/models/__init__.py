@@ -33,7 +33,7 @@ class CausalLM(Protocol):
     """A loaded model. Not to be called from two threads at once."""
 
     config: ModelConfig
-    dtype: torch.dtype  # of activations and KV
+    dtype: torch.dtype  # of activations
 
     def slots(self) -> Iterable[Slot]:
         """Every parameter, once."""
@@ -49,7 +49,8 @@ class CausalLM(Protocol):
     def forward(self, batch: ForwardBatch, kv_arena: torch.Tensor) -> None:
         """Computes the batch's last activations and stores its KV.
 
-        kv_arena: ``[num_layers, num_blocks, 2, num_kv_heads, block_size, head_size]``.
+        kv_arena: ``[num_layers, num_blocks, 2, num_kv_heads, block_size, head_size]`` of ``dtype``
+        or, on CUDA, float8_e4m3fn.
         """
 
     def logits(self, indices: torch.Tensor) -> torch.Tensor:

@@ -61,9 +61,10 @@ class Worker:
             check_device()
         self._config = config
         self._model_config = model_config
-        self._dtype = getattr(torch, resolved.dtype)
+        self._kv_dtype: torch.dtype = getattr(torch, resolved.kv_cache_dtype)
+        dtype: torch.dtype = getattr(torch, resolved.dtype)
         self.model = load_model(
-            files, model_config, self._dtype, resolved.max_model_len, progress, self._device,
+            files, model_config, dtype, resolved.max_model_len, progress, self._device,
             random_weights=config.load_format == "dummy",
         )  # fmt: skip
         if resolved.device == "cuda":
@@ -104,12 +105,13 @@ class Worker:
                 self._forward,
             )
         logger.info(
-            "%s, %s, max_model_len %d, KV cache %.2f GiB (%d tokens)",
+            "%s, %s, max_model_len %d, KV cache %.2f GiB (%d tokens, %s)",
             resolved.device,
             resolved.dtype,
             resolved.max_model_len,
             self.kv_cache_memory / 2**30,
             resolved.num_blocks * config.block_size,
+            resolved.kv_cache_dtype,
         )
 
     def execute(self, plan_bytes: memoryview | bytes) -> bytes:
@@ -193,7 +195,7 @@ class Worker:
             config.num_kv_heads,
             self._config.block_size,
             config.head_size,
-            dtype=self._dtype,
+            dtype=self._kv_dtype,
             device=self._device,
         )
 

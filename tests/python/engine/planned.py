@@ -13,6 +13,7 @@ def with_plans(llm: LLM) -> Worker:
     worker: Worker = llm.engine.client._worker  # type: ignore[attr-defined]
     config = worker.model.config
     size = ops.attention_workspace_size(config.num_kv_heads, config.head_size)
+    worker._recorded = None
     worker._workspace = torch.full((size,), torch.nan)
     worker._num_multiprocessors = 4
     rows = llm.engine.config.max_num_seqs

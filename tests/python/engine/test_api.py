@@ -320,6 +320,11 @@ def test_parameters_that_fit_no_engine(options: dict[str, object], message: str)
         ({"num_threads": True}, "num_threads must be an integer"),
         ({"block_size": 24}, "block_size must be a power of two, got 24"),
         ({"dtype": "float8"}, "dtype must be one of .*float8"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be one of auto, fp8, got 'int8'"),
+        (
+            {"kv_cache_dtype": "fp8", "device": "cpu"},
+            "kv_cache_dtype fp8 is not supported on the CPU: use --kv-cache-dtype auto",
+        ),
         ({"scheduling_policy": "sjf"}, "scheduling_policy must be one of"),
         ({"max_num_waiting": 2**31}, "max_num_waiting must be"),
         ({"step_timeout": float("nan")}, "step_timeout"),

@@ -15,10 +15,14 @@ from checkpoints import PagedRunner, load, make_model, prompt, reference_logits,
 from engine.planned import with_plans
 from ops.back_ends import use
 from vllm_lite import LLM, SamplingParams, ops
+from vllm_lite.config import EngineConfig
+from vllm_lite.model_config import load_model_config
+from vllm_lite.model_files import ModelFiles
 from vllm_lite.worker.cuda import DecodeGraphs, measured_kv_memory
 from vllm_lite.worker.worker import Worker
 
 PROMPTS = ["The quick", "def f(x):", "Größe", "lazy dog, and it is what they have said. " * 3]
+FLOAT8_ERROR = 0.1  # relative
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
 
 
@@ -96,6 +100,65 @@ def test_planned_steps_give_the_tokens_of_the_cpu(tiny_model: str) -> None:
     for (tokens, logprobs), (expected, expected_logprobs) in zip(ours, theirs, strict=True):
         assert tokens == expected
         assert logprobs == pytest.approx(expected_logprobs, abs=0.05)
+
+
+def with_float8_cache(llm: LLM) -> None:
+    """The KV arena that --kv-cache-dtype fp8 gives a worker on a GPU."""
+    worker = with_plans(llm)
+    worker._kv_dtype = torch.float8_e4m3fn
+    worker.kv_arena = worker._make_arena(worker.kv_arena.shape[1])
+
+
+def test_logits_over_a_float8_cache_are_near_those_over_bfloat16(tmp_path: Path) -> None:
+    reference = make_model("llama")
+    model = load(save(reference, tmp_path), dtype="bfloat16")
+    ids = prompt(40)
+    expected = reference_logits(reference, ids)
+    with use("cuda_on_host"), pytest.MonkeyPatch.context() as patch:
+        planned = ops.paged_attention
+        patch.setattr(ops, "paged_attention", lambda *args, plan, workspace: planned(*args))
+        errors = [
+            float((PagedRunner(model, kv_dtype=dtype).run(ids, [29, 6]) - expected).norm())
+            for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+        ]
+    # E4M3 keeps four bits of a number where bfloat16 keeps eight.
+    assert errors[0] < errors[1] < FLOAT8_ERROR * float(expected.norm())
+
+
+def test_a_float8_cache_gives_a_request_the_same_tokens_alone_and_in_a_batch(
+    tiny_model: str,
+) -> None:
+    options = {"num_threads": 1, "max_model_len": 256, "dtype": "bfloat16"}
+    with on_host():
+        with LLM(tiny_model, **options) as llm:
+            with_plans(llm)
+            wide = tokens_and_logprobs(llm, PROMPTS)
+        with LLM(tiny_model, **options) as llm:
+            with_float8_cache(llm)
+            together = tokens_and_logprobs(llm, PROMPTS)
+            # Again, from the blocks of the prefix cache where there are some.
+            alone = [tokens_and_logprobs(llm, [text])[0] for text in PROMPTS]
+    for (tokens, logprobs), (expected, expected_logprobs) in zip(alone, together, strict=True):
+        assert tokens == expected
+        assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)
+    for (_, logprobs), (_, theirs) in zip(together, wide, strict=True):
+        assert logprobs != theirs
+        assert logprobs[0] == pytest.approx(theirs[0], abs=0.2)
+
+
+def test_a_float8_cache_holds_twice_the_tokens(tiny_model: str) -> None:
+    model = load_model_config(ModelFiles(Path(tiny_model)))
+    blocks = {
+        name: EngineConfig(
+            device="cuda", dtype="bfloat16", kv_cache_dtype=name, kv_cache_memory=1 << 28
+        ).resolve(model)
+        for name in ("auto", "fp8")
+    }
+    assert blocks["auto"].kv_cache_dtype == "bfloat16"
+    assert blocks["fp8"].kv_cache_dtype == "float8_e4m3fn"
+    assert blocks["auto"].block_bytes == 2 * blocks["fp8"].block_bytes
+    assert blocks["auto"].num_blocks is not None
+    assert blocks["fp8"].num_blocks == 2 * blocks["auto"].num_blocks
 
 
 def test_padded_decode_steps_change_nothing(

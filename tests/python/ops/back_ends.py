@@ -6,15 +6,14 @@ argument is copied with its whole storage (so that strides and views stay what t
 back afterwards.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ops.on_host import OnHostOps, load_on_host
 from vllm_lite import ops
 
 CUDA_BACK_ENDS = ("cuda_on_host", "cuda")
@@ -24,9 +23,6 @@ if torch.cuda.is_available():
 # Of the sets beyond AVX-512 all ops but linear use AVX-512's kernels.
 CPU_PARAMS = ops.cpu_isas()[:3]
 PARAMS = [*CPU_PARAMS, *CUDA_PARAMS]
-ROOT = Path(__file__).parents[3]
-BUILD = ROOT / os.environ.get("VLLM_LITE_TEST_BUILD", "build/dev")
-ON_HOST = BUILD / "tests/cuda_on_host/_ops_cuda_on_host.so"
 
 
 # Arguments that stay on the CPU.
@@ -123,11 +119,8 @@ def use(back_end: str) -> Iterator[None]:
             patch.setattr(ops, "_ops", DeviceOps())
             yield
         elif back_end == "cuda_on_host":
-            if not ON_HOST.exists():
-                raise FileNotFoundError(f"{ON_HOST}: `make test` builds it")
-            os.environ.setdefault("CUDA_ON_HOST_COMPUTE_CAPABILITY", "90")
-            torch.ops.load_library(ON_HOST)
-            patch.setattr(ops, "_ops", torch.ops.vllm_lite_cuda_on_host)
+            load_on_host()
+            patch.setattr(ops, "_ops", OnHostOps())
             yield
         else:
             before = ops.current_cpu_isa()
