@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ops.back_ends import BUILD
+from ops.on_host import BUILD
 
 ROOT = Path(__file__).parents[2]
 # What only a server or a development machine has.

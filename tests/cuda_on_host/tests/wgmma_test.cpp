@@ -179,8 +179,7 @@ TEST_F(Wgmma, IsTheProductThatMmaMakes) {
 // ---- a warp that copies, and two groups that multiply what it copied
 
 __device__ void wait_for_phase(uint64_t* barrier, uint32_t parity) {
-  while (!mbarrier_try_wait(barrier, parity)) {
-  }
+  mbarrier_wait(barrier, parity);
 }
 
 // Warp 8 brings tiles [64][64] of b, warps 0 to 7 multiply them with ones: each row of d is the

@@ -72,8 +72,7 @@ __device__ int swizzled_chunk(int row, int chunk, Mutant mutant) {
 }
 
 __device__ void wait_for_phase(uint64_t* barrier, int parity) {
-  while (!mbarrier_try_wait(barrier, static_cast<uint32_t>(parity))) {
-  }
+  mbarrier_wait(barrier, static_cast<uint32_t>(parity));
 }
 
 // By one warp: a tile of b as wgmma_matrix describes it.
