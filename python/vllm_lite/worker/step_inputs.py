@@ -70,7 +70,8 @@ class StepInputs:
         plan_attention: Callable[[StepPlan, torch.Tensor], None] | None = None,
     ) -> None:
         """Copies a plan's tensors onto the device, and the attention plan that the function
-        writes, if these inputs have one. On the CPU what the plan does not fill stays as it is.
+        writes, if these inputs have one. If not, what the plan does not fill stays as it is: no
+        op is told to look at it.
         """
         sizes = self.sizes
         assert plan.num_tokens <= sizes.num_tokens and plan.num_seqs <= sizes.num_seqs
@@ -96,7 +97,7 @@ class StepInputs:
         for part, values, padding in sections:
             count = len(values)
             part[:count] = values
-            if on_device:
+            if sizes.plan_words:
                 part[count:] = padding
         if on_device:
             self._words.copy_(staging, non_blocking=True)
