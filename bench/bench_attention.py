@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    ops.set_num_threads(args.threads)
     ops.set_cpu_isa(args.isa)
     read, multiply = read_ceiling(), multiply_ceiling()
     print(

@@ -82,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
         choices=["auto", "float32", "bfloat16", "float16"])  # fmt: skip
     add("--load-format", "dummy: random weights, for measurements; only config.json and the "
         "tokenizer are read", choices=["auto", "dummy"])  # fmt: skip
+    add("--quantization", "int8: matrices become 8-bit integers with a scale per row when they are "
+        "loaded, on a CPU; a GGUF file's own formats need no option", choices=["int8"])  # fmt: skip
     add("--device", "auto: cuda where there is an NVIDIA driver, else cpu",
         choices=["auto", "cpu", "cuda"])  # fmt: skip
     add("--chat-template", "file of a Jinja template to use in place of the model's",
@@ -109,7 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--async-scheduling", "plan a step while the worker carries out the one before; a request "
         "that a stop ends costs a step more (default: off on CPU)",
         action=argparse.BooleanOptionalAction)  # fmt: skip
-    add("--num-threads", "threads of the worker (default: all cores)", type=int, metavar="N")
+    add("--threads", "of the worker on a CPU (default: all cores)", dest="num_threads", type=int,
+        metavar="N")  # fmt: skip
     add("--step-timeout", "after which a worker without a result counts as dead", type=float,
         metavar="SECONDS")  # fmt: skip
     return parser

@@ -41,6 +41,7 @@ _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "kv_cache_dtype": ("auto", "fp8"),
     "load_format": ("auto", "dummy"),
+    "quantization": (None, "int8"),
     "scheduling_policy": ("fcfs", "priority"),
 }
 
@@ -52,6 +53,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     served_model_names: list[str] = []  # empty: the model as it was named
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, for measurements
     dtype: DTypeName = "auto"
+    quantization: Literal["int8"] | None = None  # of the matrices, when they are loaded; CPU alone
     device: DeviceName = "auto"  # auto: cuda where there is an NVIDIA driver, else cpu
     chat_template: str | None = None  # a file with the template to use in place of the model's
     max_model_len: int | None = None  # None: what the model allows
@@ -85,7 +87,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                    f"{name} must be one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}"
                 )
         for name in ("enable_prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
@@ -115,7 +117,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The numbers that follow from these options and the model.
 
         Raises ``ValueError`` if ``max_model_len`` exceeds the model's limit or does not fit into
-        the KV memory, or if the device cannot compute in the dtype or read such a KV cache.
+        the KV memory, or if the device cannot compute in the dtype, read such a KV cache or use
+        such weights.
         """
         limit = model.max_position_embeddings
         max_model_len = limit if self.max_model_len is None else self.max_model_len
@@ -129,6 +132,16 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(
                 "dtype float32 is not supported on CUDA: use --dtype bfloat16 or float16, or "
                 "--device cpu"
+            )
+        if self.quantization is not None and device == "cuda":
+            raise ValueError(
+                f"quantization {self.quantization} is not supported on CUDA: leave it out, or use "
+                "--device cpu"
+            )
+        if self.quantization is not None and model.checkpoint_dtype == "quantized":
+            raise ValueError(
+                f"quantization {self.quantization}: the weights of {self.model} are quantized "
+                "already, and are used as they are"
             )
         kv_cache_dtype = "float8_e4m3fn" if self.kv_cache_dtype == "fp8" else dtype
         if device == "cpu" and kv_cache_dtype != dtype:

@@ -65,7 +65,7 @@ class Worker:
         dtype: torch.dtype = getattr(torch, resolved.dtype)
         self.model = load_model(
             files, model_config, dtype, resolved.max_model_len, progress, self._device,
-            random_weights=config.load_format == "dummy",
+            random_weights=config.load_format == "dummy", quantization=config.quantization,
         )  # fmt: skip
         if resolved.device == "cuda":
             # Graphs know the place of what a step computes in, so it must not move.

@@ -31,7 +31,7 @@ def serve(directory: Path, *arguments: str) -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     """To SmolLM2. Answers of this model are slow on two cores: few and short ones."""
-    options = ("--dtype", "float32", "--max-model-len", "1024", "--num-threads", "1")
+    options = ("--dtype", "float32", "--max-model-len", "1024", "--threads", "1")
     for server in serve(tmp_path_factory.mktemp("smollm2"), MODEL, *options):
         with openai.OpenAI(
             base_url=f"{server.url}/v1", api_key="unused", max_retries=0, http_client=httpx.Client()
@@ -42,7 +42,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Iterator[ServerProcess]:
     """Of the tiny model, in float32: a greedy choice does not depend on the rows of a product."""
-    options = ("--num-threads", "1", "--max-model-len", "30000", "--served-model-name", "tiny")
+    options = ("--threads", "1", "--max-model-len", "30000", "--served-model-name", "tiny")
     yield from serve(tmp_path_factory.mktemp("tiny"), tiny_model, *options)
 
 

@@ -30,7 +30,7 @@ def start(tiny_model: str, tmp_path: Path) -> Iterator[Start]:
     def make(*arguments: str, model: str = tiny_model, port: int = 0) -> ServerProcess:
         directory = tmp_path / str(len(servers))
         directory.mkdir()
-        options = ("--num-threads", "1", "--max-model-len", "30000", *arguments)
+        options = ("--threads", "1", "--max-model-len", "30000", *arguments)
         servers.append(ServerProcess(directory, model, *options, port=port))
         return servers[-1]
 
@@ -148,7 +148,7 @@ def test_standard_streams_may_be_missing(tiny_model: str, tmp_path: Path, before
         "import os, sys\n"
         f"{before}\n"
         f"os.execv(sys.executable, [sys.executable, '-m', 'vllm_lite.cli', 'serve', {tiny_model!r},"
-        f" '--port', '{port}', '--num-threads', '1', '--max-model-len', '30000'])"
+        f" '--port', '{port}', '--threads', '1', '--max-model-len', '30000'])"
     )
     left = Leftovers(tmp_path)
     process = subprocess.Popen(
