@@ -1,8 +1,8 @@
 """The project's CUDA kernels under AddressSanitizer with UBSan, and under ThreadSanitizer.
 
 ``tests/cpp/cuda`` runs attention, sampling and the small kernels in random cases. Here it is built
-with each sanitizer, and the attention kernels of one head size, as these take most of the time to
-compile; the slow test takes all of them. ``test_cuda_on_host.py`` holds that the host layer finds
+with each sanitizer, and attention of one head size and dtype, as it takes most of the time to
+compile; the slow test takes all of it. ``test_cuda_on_host.py`` holds that the host layer finds
 mistakes at all.
 """
 

@@ -16,12 +16,24 @@ namespace {
 
 constexpr int32_t kLogprobs = 4;
 
+// Ids for each of the rows, back to back.
+struct Lists {
+  std::vector<int32_t> start{0}, ids;
+
+  void add(Random& random, int32_t count, int32_t least, int32_t most) {
+    for (int32_t i = 0; i < count; ++i) ids.push_back(random.integer(least, most));
+    start.push_back(static_cast<int32_t>(ids.size()));
+  }
+};
+
 struct Rows {
   int32_t num_rows, vocab_size;
   std::vector<float> logits, temperature, top_p, min_p, repetition, presence, frequency;
   std::vector<int32_t> rows, positions, top_k, num_logprobs, min_total_tokens, counts;
   std::vector<uint64_t> seeds;
   std::vector<uint8_t> mask;
+  Lists bias, allowed, stop;
+  std::vector<float> bias_values;
   std::vector<int32_t> token_ids, ranks, top_ids;
   std::vector<float> logprobs, top_logprobs;
 
@@ -45,9 +57,15 @@ struct Rows {
       presence.push_back(has_penalties ? 0.2f : 0.0f);
       frequency.push_back(has_penalties ? 0.1f : 0.0f);
       num_logprobs.push_back(row % 3 - 1 < 0 ? -1 : kLogprobs);
-      min_total_tokens.push_back(0);
+      // Some ids are outside the vocabulary; token 0 is never masked.
+      const bool has_lists = vocab_size > 1;
+      bias.add(random, has_lists && row % 5 == 2 ? 30 : 0, -1, vocab_size);
+      allowed.add(random, has_lists && row % 5 == 3 ? 300 : 0, 0, vocab_size + 9);
+      stop.add(random, has_lists && row % 5 == 4 ? 300 : 0, 1, vocab_size + 9);
+      min_total_tokens.push_back(row % 2 == 0 ? 1001 : 0);
       seeds.push_back(static_cast<uint64_t>(random.integer(0, 1 << 30)));
     }
+    for (size_t i = 0; i < bias.ids.size(); ++i) bias_values.push_back(4 * random.normal());
     token_ids.assign(num_rows, -2);
     ranks.assign(num_rows, -2);
     logprobs.assign(num_rows, NAN);
@@ -77,6 +95,13 @@ struct Rows {
     params.seeds = seeds.data();
     params.output_counts = counted.data();
     params.prompt_mask = mask.data();
+    params.bias_start = bias.start.data() + first;
+    params.bias_ids = bias.ids.data();
+    params.bias_values = bias_values.data();
+    params.allowed_start = allowed.start.data() + first;
+    params.allowed_ids = allowed.ids.data();
+    params.stop_start = stop.start.data() + first;
+    params.stop_ids = stop.ids.data();
     params.token_ids = token_ids.data() + first;
     params.logprobs = logprobs.data() + first;
     params.ranks = ranks.data() + first;
@@ -93,7 +118,16 @@ struct Rows {
     params.max_logprobs = kLogprobs;
     sample_cuda(params);
     for (int32_t row = first; row < first + count; ++row) {
-      const size_t at = static_cast<size_t>(row) * vocab_size + token_ids[row];
+      const int32_t token = token_ids[row];
+      ASSERT_TRUE(token >= 0 && token < vocab_size) << "row " << row;
+      const auto is_in = [&](const Lists& lists) {
+        const auto begin = lists.ids.begin();
+        const auto end = begin + lists.start[row + 1];
+        return std::find(begin + lists.start[row], end, token) != end;
+      };
+      EXPECT_TRUE(allowed.start[row] == allowed.start[row + 1] || is_in(allowed));
+      EXPECT_FALSE(positions[row] < min_total_tokens[row] && is_in(stop));
+      const size_t at = static_cast<size_t>(row) * vocab_size + token;
       ASSERT_EQ(counted[at], counts[at] + 1) << "the token is counted";
     }
   }

@@ -1,0 +1,10 @@
+// The attention kernels of cuda_random_part_test; see CMakeLists.txt.
+#include "attention/attention_kernels.cuh"
+
+namespace vllm_lite {
+namespace attention {
+
+template void launch_items<BFloat16, BFloat16, 64>(const KernelArgs& args);
+
+}  // namespace attention
+}  // namespace vllm_lite
