@@ -5,8 +5,7 @@
 // order, one TDPBF16PS per 32, whatever tiles are beside it and however many of its rows are used.
 #pragma once
 
-#include "ops/linear_formats_isa.h"
-#include "ops/linear_kernels.h"
+#include "ops/linear_pass_isa.h"
 
 namespace vllm_lite::VL_ISA {
 namespace {
@@ -44,17 +43,6 @@ class ProductScope {
   ~ProductScope() { _tile_release(); }
   ProductScope(const ProductScope&) = delete;
   ProductScope& operator=(const ProductScope&) = delete;
-};
-
-struct Pass {
-  float* sums;           // [tokens][kGroupRows], added to
-  const Element* input;  // [block][tokens][kBlockColumns]
-  const float* block_sums;
-  int64_t input_tokens;  // tokens between blocks
-  const uint8_t* panels[kGroupPanels];
-  int64_t num_panels;  // of the group; the panels after them are the last one again
-  int64_t first_block, num_blocks;
-  int64_t num_tokens;
 };
 
 // 16 tokens by the group's 4 panels.
