@@ -2,8 +2,8 @@
 
 CPU and CUDA are one contract: the same arguments, the same results within rounding. Shapes are in
 the docstrings; the kernels' own notes are in ``csrc/attention/params.h``,
-``csrc/cache/store_kv.h``, ``csrc/ops/ops.h``, ``csrc/ops/linear.h`` and ``csrc/ops/moe.h``. All functions write into
-tensors that the caller gives; none allocates. A shape, dtype or device that an op does not support
+``csrc/cache/store_kv.h``, ``csrc/ops/ops.h``, ``csrc/ops/linear.h`` and ``csrc/ops/moe.h``. All
+functions write into tensors that the caller gives; none allocates. A shape, dtype or device that an op does not support
 raises ``RuntimeError`` naming it; so does, on CPU, an index that leads out of a tensor. On CUDA,
 where the kernel alone sees the indices, such an index is never followed.
 """
@@ -311,10 +311,11 @@ def linear(
     format: str,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """``out = input @ weight^T + bias``, summed in float32 in an order that num_tokens is no part of.
+    """``out = input @ weight^T + bias``, summed in float32.
 
-    out: ``[num_tokens, rows]``, float32 or input's dtype; input: ``[num_tokens, columns]`` (the rows
-    of both may be strided); packed: by ``pack_weight``; bias: ``[rows]`` of out's dtype.
+    A row of ``out`` has the same bits whatever num_tokens is and however many threads there are.
+    out: ``[num_tokens, rows]``, float32 or input's dtype; input: ``[num_tokens, columns]`` (rows of
+    both may be strided); packed: by ``pack_weight``; bias: ``[rows]`` of out's dtype.
     """
     _ops.linear(out, input, packed, _weight_format(format), bias)
 

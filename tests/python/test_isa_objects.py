@@ -39,7 +39,7 @@ def run(*command: str) -> str:
 
 
 def sources_of(isa: str) -> list[Path]:
-    """Beyond AVX-512, the sources that a CMakeLists.txt names with the set (ISAS ... SOURCES ...)."""
+    """Those that the folders' CMakeLists.txt have compiled for it; cmake/isa.cmake has the rule."""
     found = []
     for path in sorted((ROOT / "csrc").rglob("CMakeLists.txt")):
         calls = re.findall(

@@ -104,7 +104,7 @@ def test_sizes_that_the_format_cannot_have_are_refused() -> None:
         ops.packed_weight_bytes("Q6_K", 16, 128)
     with pytest.raises(RuntimeError, match="rows are 0"):
         ops.packed_weight_bytes("bfloat16", 0, 32)
-    with pytest.raises(ValueError, match="'Q3_K', must be one of float32, .*Q6_K"):
+    with pytest.raises(ValueError, match=r"'Q3_K', must be one of float32, .*Q6_K"):
         ops.packed_weight_bytes("Q3_K", 16, 256)
 
 
