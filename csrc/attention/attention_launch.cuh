@@ -17,7 +17,10 @@ namespace attention {
 // Kernels without soft cap and ALiBi, and those for Hopper, are worth their compile time where most
 // models are.
 template <typename T, typename Kv, int kHeadSize>
-constexpr bool kHasPlain = std::is_same_v<T, Kv> && (kHeadSize == 64 || kHeadSize == 128);
+constexpr bool kHasHopper = std::is_same_v<T, Kv> && (kHeadSize == 64 || kHeadSize == 128);
+template <typename T, typename Kv, int kHeadSize>
+constexpr bool kHasPlain =
+    kHasHopper<T, Kv, kHeadSize> || (std::is_same_v<T, Kv> && kHeadSize == 256);
 
 template <typename T, typename Kv, int kHeadSize>
 void launch_items(const KernelArgs& args) {
@@ -25,17 +28,14 @@ void launch_items(const KernelArgs& args) {
   const bool has_prefill = has_prefill_items(params.num_tokens, params.num_seqs);
   if constexpr (kHasPlain<T, Kv, kHeadSize>) {
     if (params.soft_cap == 0 && params.alibi_slopes == nullptr && args.factors.scale > 0) {
-      const Instructions allowed = attention_instructions(params);
-      if (has_prefill && allowed.wgmma) {
-        launch_hopper_prefill<T, kHeadSize>(args);
-      } else if (has_prefill) {
-        launch_prefill<T, Kv, kHeadSize, true>(args);
+      Instructions allowed{};
+      if constexpr (kHasHopper<T, Kv, kHeadSize>) {
+        allowed = attention_instructions(params);
+        if (has_prefill && allowed.wgmma) launch_hopper_prefill<T, kHeadSize>(args);
+        if (allowed.bulk_copies) launch_decode<T, Kv, kHeadSize, true, true>(args);
       }
-      if (allowed.bulk_copies) {
-        launch_decode<T, Kv, kHeadSize, true, true>(args);
-      } else {
-        launch_decode<T, Kv, kHeadSize, true, false>(args);
-      }
+      if (has_prefill && !allowed.wgmma) launch_prefill<T, Kv, kHeadSize, true>(args);
+      if (!allowed.bulk_copies) launch_decode<T, Kv, kHeadSize, true, false>(args);
       return;
     }
   }

@@ -435,7 +435,7 @@ struct WarpRows {
  private:
   // Between loads from shared memory that would not fit into the registers together.
   static __device__ __forceinline__ void keep_apart() {
-    if (!kQueryInRegisters) __syncwarp();
+    if (!kQueryInRegisters || (kFp8 && (kHeadSize == 80 || kHeadSize == 128))) __syncwarp();
   }
 
   static __device__ __forceinline__ float tanh(float x) {

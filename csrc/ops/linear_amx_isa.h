@@ -5,8 +5,7 @@
 // order, one TDPBF16PS per 32, whatever tiles are beside it and however many of its rows are used.
 #pragma once
 
-#include "ops/linear_formats_isa.h"
-#include "ops/linear_kernels.h"
+#include "ops/linear_pass_isa.h"
 
 namespace vllm_lite::VL_ISA {
 namespace {
@@ -14,6 +13,10 @@ namespace {
 constexpr int64_t kTileTokens = 16;
 constexpr int kTileRowBytes = 64;
 constexpr int kSumsStride = kGroupRows * 4;
+
+// To the compiler a tile instruction reads no memory (GCC's intrinsics do not say so): what it
+// reads through `memory` must have been written by now.
+VL_SIMD void finish_writes(const void* memory) { asm volatile("" : : "r"(memory) : "memory"); }
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
@@ -39,6 +42,7 @@ class ProductScope {
       config.row_bytes[tile] = kTileRowBytes;
       config.rows[tile] = tile < 6 ? rows : 16;
     }
+    finish_writes(&config);
     _tile_loadconfig(&config);
   }
   ~ProductScope() { _tile_release(); }
@@ -46,20 +50,10 @@ class ProductScope {
   ProductScope& operator=(const ProductScope&) = delete;
 };
 
-struct Pass {
-  float* sums;           // [tokens][kGroupRows], added to
-  const Element* input;  // [block][tokens][kBlockColumns]
-  const float* block_sums;
-  int64_t input_tokens;  // tokens between blocks
-  const uint8_t* panels[kGroupPanels];
-  int64_t num_panels;  // of the group; the panels after them are the last one again
-  int64_t first_block, num_blocks;
-  int64_t num_tokens;
-};
-
 // 16 tokens by the group's 4 panels.
 void multiply_16_tokens(const Pass& pass, int64_t token) {
   float* const sums = pass.sums + token * kGroupRows;
+  finish_writes(sums);
   _tile_loadd(0, sums, kSumsStride);
   _tile_loadd(1, sums + kLanes, kSumsStride);
   _tile_loadd(2, sums + 2 * kLanes, kSumsStride);
@@ -87,6 +81,7 @@ void multiply_16_tokens(const Pass& pass, int64_t token) {
 void multiply_32_tokens(const Pass& pass, int64_t token, int panel) {
   float* const sums = pass.sums + token * kGroupRows + panel * kLanes;
   float* const later_sums = sums + kTileTokens * kGroupRows;
+  finish_writes(sums);
   _tile_loadd(0, sums, kSumsStride);
   _tile_loadd(1, sums + kLanes, kSumsStride);
   _tile_loadd(2, later_sums, kSumsStride);

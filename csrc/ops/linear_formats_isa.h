@@ -6,11 +6,13 @@
 //   weights(place, step, part)  of a step's columns, without their scale
 //   scale(place, i, part)       of the i-th of the block's kScales equal parts
 //   minimum(place, part)        where kHasMinimum
+// Up to kDirectTokens tokens its weights are widened as they come, for every tile anew; more tokens
+// share a widened copy. The bounds are measured.
 // All numbers of the quantised formats are exact in bfloat16.
 #pragma once
 
 #include "core/simd.h"
-#include "ops/linear_layout.h"
+#include "ops/linear_kernels.h"
 
 namespace vllm_lite::VL_ISA {
 namespace {
@@ -83,10 +85,14 @@ struct Place {
   const uint8_t* block;
 };
 
+constexpr int kDenseBytes = kBlockColumns * kLanes * 2;
+
 template <WeightFormat kFormat>
 struct Packed {
   static constexpr PanelLayout kLayout = panel_layout(kFormat);
   static constexpr bool kHasMinimum = has_minimum(kFormat);
+  static constexpr bool kIsWidened = false, kIsDense = kLayout.block_quants >= kDenseBytes;
+  static constexpr int64_t kBlockBytes = kLayout.block_bytes();
   VL_SIMD Place place(const uint8_t* panel, int64_t block) {
     return {panel + kLayout.super_offset(block), panel + kLayout.block_offset(block)};
   }
@@ -94,12 +100,18 @@ struct Packed {
 
 // ---- dense weights
 
+constexpr int64_t kAlwaysDirect = kRangeTokens;
+constexpr int64_t kCheapDirect = 24;
+constexpr int64_t kCostlyDirect = 4;
+
 // Steps that the tile's loop unrolls; formats whose shifts must be constants unroll them all.
 constexpr int kFewSteps = 4;
 
 template <typename T, WeightFormat kFormat>
 struct DenseOf : Packed<kFormat> {
   static constexpr int kScales = 0, kUnroll = kFewSteps;
+  static constexpr int64_t kDirectTokens =
+      kFormat == WeightFormat::kFloat16 ? kCheapDirect : kAlwaysDirect;
   VL_SIMD Weights weights(Place place, int step, int part) {
 #if defined(VL_ISA_avx512_bf16)
     return {_mm512_loadu_si512(place.block + step * kLanes * 4 + part)};
@@ -131,6 +143,7 @@ VL_SIMD Weights int8_weights(const uint8_t* columns, int step, int part) {
 
 struct Int8 : Packed<WeightFormat::kInt8> {
   static constexpr int kScales = 0, kUnroll = kFewSteps;
+  static constexpr int64_t kDirectTokens = kCheapDirect;
   VL_SIMD Weights weights(Place place, int step, int part) {
     return int8_weights(place.block, step, part);
   }
@@ -138,6 +151,7 @@ struct Int8 : Packed<WeightFormat::kInt8> {
 
 struct Q8_0 : Packed<WeightFormat::kQ8_0> {
   static constexpr int kScales = 1, kUnroll = kFewSteps;
+  static constexpr int64_t kDirectTokens = kCheapDirect;
   VL_SIMD Weights weights(Place place, int step, int part) {
     return int8_weights(place.block + kLayout.block_scales, step, part);
   }
@@ -207,6 +221,7 @@ VL_SIMD Weights nibble_weights(const uint8_t* quants, int step, int part) {
 
 struct Q4_0 : Packed<WeightFormat::kQ4_0> {
   static constexpr int kScales = 1, kUnroll = kSteps;
+  static constexpr int64_t kDirectTokens = kCheapDirect;
   VL_SIMD Weights weights(Place place, int step, int part) {
     return nibble_weights<0, 8>(place.block + kLayout.block_scales, step, part);
   }
@@ -215,6 +230,7 @@ struct Q4_0 : Packed<WeightFormat::kQ4_0> {
 
 struct Q4_1 : Packed<WeightFormat::kQ4_1> {
   static constexpr int kScales = 1, kUnroll = kSteps;
+  static constexpr int64_t kDirectTokens = kCheapDirect;
   VL_SIMD Weights weights(Place place, int step, int part) {
     return nibble_weights<0, 0>(place.block + kLayout.block_scales, step, part);
   }
@@ -227,6 +243,7 @@ struct Q4_1 : Packed<WeightFormat::kQ4_1> {
 template <WeightFormat kFormat, int kHighBits>
 struct ScaledMinimum : Packed<kFormat> {
   static constexpr int kScales = 1, kUnroll = kSteps;
+  static constexpr int64_t kDirectTokens = kHighBits ? kCostlyDirect : kCheapDirect;
   VL_SIMD Weights weights(Place place, int step, int part) {
     constexpr int kQuants = panel_layout(kFormat).block_scales;
     return nibble_weights<kHighBits, 0>(place.block + kQuants, step, part);
@@ -244,6 +261,7 @@ using Q5_K = ScaledMinimum<WeightFormat::kQ5_K, 1>;
 
 struct Q6_K : Packed<WeightFormat::kQ6_K> {
   static constexpr int kScales = 2, kUnroll = kSteps / 2;
+  static constexpr int64_t kDirectTokens = kCostlyDirect;
   VL_SIMD Weights weights(Place place, int step, int part) {
     return nibble_weights<2, 32>(place.block + kLayout.block_scales, step, part);
   }
@@ -258,7 +276,9 @@ struct Q6_K : Packed<WeightFormat::kQ6_K> {
 template <int kNumScales, bool kMinimum>
 struct Widened {
   static constexpr int kScales = kNumScales, kUnroll = kFewSteps;
+  static constexpr int64_t kDirectTokens = kAlwaysDirect;
   static constexpr bool kHasMinimum = kMinimum;
+  static constexpr bool kIsWidened = true, kIsDense = true;
   static constexpr int64_t kRowBytes = kLanes * 4;
   static constexpr int64_t kBlockBytes = (kSteps + kScales + kHasMinimum) * kRowBytes;
   VL_SIMD Place place(const uint8_t* panel, int64_t block) {

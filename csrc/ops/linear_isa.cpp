@@ -1,7 +1,6 @@
 // The packed product of one instruction set: its input's preparation, and a thread's range of
 // panels and tokens. What each set computes with is in linear_tile_isa.h and linear_amx_isa.h.
 #include "core/simd.h"
-#include "ops/linear_formats_isa.h"
 #include "ops/linear_kernels.h"
 #if defined(VL_ISA_amx)
 #include "ops/linear_amx_isa.h"
@@ -97,23 +96,31 @@ void multiply_group(const LinearCall& call, const LinearRange& range, int64_t pa
                     int64_t num_panels, const uint8_t* first_panel) {
   const int64_t num_blocks = num_column_blocks(call.columns);
   const int64_t stride = panel_bytes(call.format, call.columns);
+  const int64_t num_sums = padded_tokens(range.num_tokens) * kGroupRows;
+  for (int64_t i = 0; i < num_sums; i += kWidth) store(range.sums + i, zero());
+
+  // Equal passes, each of which fetches the next; eight blocks where columns come by 256.
+  const int64_t num_passes = (num_blocks + Product::kBlocks - 1) / Product::kBlocks;
+  const int64_t pass_blocks = (num_blocks + num_passes - 1) / num_passes;
+  const PanelLayout layout = panel_layout(call.format);
   Pass pass{};
   pass.sums = range.sums;
   pass.input_tokens = call.prepared_tokens;
   pass.num_panels = num_panels;
   pass.num_tokens = range.num_tokens;
-  for (int64_t p = 0; p < kGroupPanels; ++p) {
-    pass.panels[p] = first_panel + (p < num_panels ? p : num_panels - 1) * stride;
-  }
-  const int64_t num_sums = padded_tokens(range.num_tokens) * kGroupRows;
-  for (int64_t i = 0; i < num_sums; i += kWidth) store(range.sums + i, zero());
-  for (int64_t block = 0; block < num_blocks; block += Product::kBlocks) {
+  for (int64_t block = 0; block < num_blocks; block += pass_blocks) {
     const int64_t at = block * call.prepared_tokens + range.first_token;
     const int64_t blocks_left = num_blocks - block;
+    const bool is_last = blocks_left <= pass_blocks;
+    for (int64_t p = 0; p < kGroupPanels; ++p) {
+      pass.panels[p] = first_panel + (p < num_panels ? p : num_panels - 1) * stride;
+      pass.next[p] = is_last ? pass.panels[p] + kGroupPanels * stride + layout.super_offset(0)
+                             : pass.panels[p] + layout.super_offset(block + pass_blocks);
+    }
     pass.input = static_cast<const Element*>(call.prepared) + at * kBlockColumns;
     pass.block_sums = call.block_sums ? call.block_sums + at : nullptr;
     pass.first_block = block;
-    pass.num_blocks = blocks_left < Product::kBlocks ? blocks_left : Product::kBlocks;
+    pass.num_blocks = is_last ? blocks_left : pass_blocks;
     Product::multiply(pass, range.widened);
   }
   switch (call.out_dtype) {

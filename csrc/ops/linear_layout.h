@@ -24,6 +24,9 @@
 
 #include "ops/linear.h"
 
+// Forced inline: no symbol that the objects of two instruction sets could share (core/isa.h).
+#define VL_LAYOUT constexpr __attribute__((always_inline))
+
 namespace vllm_lite {
 
 constexpr int kBlockColumns = 32;
@@ -37,18 +40,18 @@ struct PanelLayout {
   int block_scales;      // bytes of scales and minima at a block's beginning
   int block_quants;      // bytes after them
 
-  constexpr int64_t block_bytes() const { return block_scales + block_quants; }
-  constexpr int64_t super_bytes() const { return super_header + blocks_per_super * block_bytes(); }
+  VL_LAYOUT int64_t block_bytes() const { return block_scales + block_quants; }
+  VL_LAYOUT int64_t super_bytes() const { return super_header + blocks_per_super * block_bytes(); }
   // Where `block` of a panel begins, and the header that it shares.
-  constexpr int64_t super_offset(int64_t block) const {
+  VL_LAYOUT int64_t super_offset(int64_t block) const {
     return panel_header + block / blocks_per_super * super_bytes();
   }
-  constexpr int64_t block_offset(int64_t block) const {
+  VL_LAYOUT int64_t block_offset(int64_t block) const {
     return super_offset(block) + super_header + block % blocks_per_super * block_bytes();
   }
 };
 
-constexpr PanelLayout panel_layout(WeightFormat format) {
+VL_LAYOUT PanelLayout panel_layout(WeightFormat format) {
   constexpr int kHalves = kLanes * 2;  // a float16 per row
   switch (format) {
     case WeightFormat::kFloat32:
@@ -75,19 +78,21 @@ constexpr PanelLayout panel_layout(WeightFormat format) {
 }
 
 // Whether out has a part that is the block's sum of the input times a minimum.
-constexpr bool has_minimum(WeightFormat format) {
+VL_LAYOUT bool has_minimum(WeightFormat format) {
   return format == WeightFormat::kQ4_1 || format == WeightFormat::kQ4_K ||
          format == WeightFormat::kQ5_K;
 }
 
-constexpr int64_t num_column_blocks(int64_t columns) {
+VL_LAYOUT int64_t num_column_blocks(int64_t columns) {
   return (columns + kBlockColumns - 1) / kBlockColumns;
 }
-constexpr int64_t num_panels(int64_t rows) { return (rows + kPanelRows - 1) / kPanelRows; }
-constexpr int64_t panel_bytes(WeightFormat format, int64_t columns) {
+VL_LAYOUT int64_t num_panels(int64_t rows) { return (rows + kPanelRows - 1) / kPanelRows; }
+VL_LAYOUT int64_t panel_bytes(WeightFormat format, int64_t columns) {
   const PanelLayout layout = panel_layout(format);
   return layout.panel_header +
          num_column_blocks(columns) / layout.blocks_per_super * layout.super_bytes();
 }
 
 }  // namespace vllm_lite
+
+#undef VL_LAYOUT

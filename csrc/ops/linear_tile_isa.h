@@ -5,16 +5,12 @@
 // shape: shapes change speed, never a bit.
 #pragma once
 
-#include "ops/linear_formats_isa.h"
-#include "ops/linear_kernels.h"
+#include "ops/linear_pass_isa.h"
 
 namespace vllm_lite::VL_ISA {
 namespace {
 
 constexpr int kMaxTileTokens = 6;
-// Up to so many tokens weights are widened in registers as they come; more share a widened copy.
-constexpr int64_t kDirectTokens = 4;
-
 // Vectors of rows beside each other: enough sums to hide the latency of the multiply-add, few
 // enough for 32 (AVX-512) or 16 registers.
 constexpr int tile_vecs(int tokens) {
@@ -22,20 +18,38 @@ constexpr int tile_vecs(int tokens) {
   return tokens == 1 ? 8 : tokens == 2 ? 4 : 2;
 }
 
-// A pass over some blocks of columns of one group of panels.
-struct Pass {
-  float* sums;              // [tokens][kGroupRows], added to
-  const Element* input;     // [block][tokens][kBlockColumns]
-  const float* block_sums;  // [block][tokens]
-  int64_t input_tokens;     // tokens between blocks
-  const uint8_t* panels[kGroupPanels];
-  int64_t num_panels;               // of the group; the panels after them are the last one again
-  int64_t first_block, num_blocks;  // in the panels; `input` begins with the first
-  int64_t num_tokens;
+// Which bytes of every block of the next pass a tile fetches while it computes.
+struct Fetch {
+  int64_t begin, end;
 };
 
+constexpr int64_t kLineBytes = 64;
+
+// Fetches them of a panel's block: into L1 or, of dense weights, of which L1 does not hold two
+// passes, into L2. Past the weight's end that is no error.
+template <typename Format>
+VL_SIMD void fetch_next(const Pass& pass, int panel, int64_t block, Fetch fetch) {
+  const uint8_t* const from = pass.next[panel] + block * Format::kBlockBytes;
+  for (int64_t i = fetch.begin; i < fetch.end; i += kLineBytes) {
+    __builtin_prefetch(from + i, 0, Format::kIsDense ? 2 : 3);
+  }
+}
+
+// Many tokens share a pass's memory traffic: a part of it per row of tiles, that none waits for it.
+// With few tokens, four streams of dense weights are what a processor fetches ahead by itself; not
+// two, nor the slower pace of quantised ones (Q4_1 at one token: 23 GB/s without, 35 with).
+template <typename Format>
+VL_SIMD Fetch fetch_of_tiles(int64_t tile, int64_t num_tiles, int tokens_of_tile) {
+  if constexpr (Format::kIsWidened) return {0, 0};
+  constexpr int64_t kLines = (Format::kBlockBytes + kLineBytes - 1) / kLineBytes;
+  const bool are_streams = Format::kIsDense && tile_vecs(tokens_of_tile) >= 4 * kPanelVecs;
+  if (num_tiles == 1 && are_streams) return {0, 0};
+  return {tile * kLines / num_tiles * kLineBytes, (tile + 1) * kLines / num_tiles * kLineBytes};
+}
+
 template <typename Format, int kTokens, int kVecs>
-__attribute__((noinline)) void multiply_tile(const Pass& pass, int64_t token, int first_vec) {
+__attribute__((noinline)) void multiply_tile(const Pass& pass, int64_t token, int first_vec,
+                                             Fetch fetch) {
   float* const out = pass.sums + token * kGroupRows + first_vec * kWidth;
   FloatVec sums[kTokens][kVecs];
 #pragma GCC unroll 8
@@ -44,7 +58,7 @@ __attribute__((noinline)) void multiply_tile(const Pass& pass, int64_t token, in
     for (int v = 0; v < kVecs; ++v) sums[t][v] = load(out + t * kGroupRows + v * kWidth);
   }
   const Element* input = pass.input + token * kBlockColumns;
-  const float* block_sums = pass.block_sums + token;
+  const float* block_sums = Format::kHasMinimum ? pass.block_sums + token : nullptr;
   // Fewer vectors than a panel's: all of one panel, but for the part that they begin at.
   const uint8_t* panels[kVecs];
 #pragma GCC unroll 8
@@ -56,6 +70,12 @@ __attribute__((noinline)) void multiply_tile(const Pass& pass, int64_t token, in
     Place places[kVecs];
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs; ++v) places[v] = Format::place(panels[v], pass.first_block + b);
+    if constexpr (!Format::kIsWidened) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; v += kPanelVecs) {
+        fetch_next<Format>(pass, (first_vec + v) / kPanelVecs, b, fetch);
+      }
+    }
     const auto part = [&](int v) { return first_part + v % kPanelVecs; };
 
     // The steps [first, last), added to `to`.
@@ -66,13 +86,23 @@ __attribute__((noinline)) void multiply_tile(const Pass& pass, int64_t token, in
 #pragma GCC unroll 32
         for (int i = 0; i < Format::kUnroll; ++i) {
           const int step = base + i;
+          const Element* const x = input + step * kStepColumns;
+          if constexpr (kTokens == 1) {  // no weights to keep: the registers are full of sums
 #pragma GCC unroll 8
-          for (int v = 0; v < kVecs; ++v) {
-            const Weights weights = Format::weights(places[v], step, part(v));
+            for (int v = 0; v < kVecs; ++v) {
+              const Weights weights = Format::weights(places[v], step, part(v));
+              to[0][v] = multiply_add(x, weights, to[0][v]);
+            }
+            continue;
+          }
+          Weights weights[kVecs];
 #pragma GCC unroll 8
-            for (int t = 0; t < kTokens; ++t) {
-              to[t][v] =
-                  multiply_add(input + t * kBlockColumns + step * kStepColumns, weights, to[t][v]);
+          for (int v = 0; v < kVecs; ++v) weights[v] = Format::weights(places[v], step, part(v));
+#pragma GCC unroll 8
+          for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 8
+            for (int v = 0; v < kVecs; ++v) {
+              to[t][v] = multiply_add(x + t * kBlockColumns, weights[v], to[t][v]);
             }
           }
         }
@@ -106,7 +136,7 @@ __attribute__((noinline)) void multiply_tile(const Pass& pass, int64_t token, in
       }
     }
     input += pass.input_tokens * kBlockColumns;
-    block_sums += pass.input_tokens;
+    if constexpr (Format::kHasMinimum) block_sums += pass.input_tokens;
   }
 
 #pragma GCC unroll 8
@@ -119,13 +149,17 @@ __attribute__((noinline)) void multiply_tile(const Pass& pass, int64_t token, in
 template <typename Format, int kTokens>
 void multiply_row_of_tiles(const Pass& pass, int64_t token) {
   constexpr int kVecs = tile_vecs(kTokens);
+  const Fetch fetch = fetch_of_tiles<Format>(
+      token / kMaxTileTokens, (pass.num_tokens + kMaxTileTokens - 1) / kMaxTileTokens, kTokens);
   const int num_vecs = static_cast<int>(pass.num_panels) * kPanelVecs;
-  for (int v = 0; v < num_vecs; v += kVecs) multiply_tile<Format, kTokens, kVecs>(pass, token, v);
+  for (int v = 0; v < num_vecs; v += kVecs) {
+    multiply_tile<Format, kTokens, kVecs>(pass, token, v, fetch);
+  }
 }
 
-// kFew: at most kDirectTokens of them.
-template <typename Format, bool kFew>
+template <typename Format>
 void multiply_tokens(const Pass& pass) {
+  constexpr bool kFew = Format::kDirectTokens < kMaxTileTokens;
   int64_t token = 0;
   if constexpr (!kFew) {
     for (; token + kMaxTileTokens <= pass.num_tokens; token += kMaxTileTokens) {
@@ -148,42 +182,31 @@ void multiply_tokens(const Pass& pass) {
   }
 }
 
-template <typename A, typename B>
-constexpr bool kSame = false;
-template <typename A>
-constexpr bool kSame<A, A> = true;
-
 // Products of a format by vectors, a pass of kBlocks blocks at a time.
 template <typename Format>
 struct VectorProduct {
   static constexpr int64_t kBlocks = kPassBlocks;
-#if defined(VL_ISA_avx512_bf16)
-  static constexpr bool kIsWide = kSame<Format, DenseBFloat16>;
-#else
-  static constexpr bool kIsWide = kSame<Format, DenseFloat32>;
-#endif
 
   static void multiply(const Pass& pass, uint8_t* widened) {
-    if constexpr (kIsWide) {
-      return multiply_tokens<Format, false>(pass);
-    } else {
-      if (pass.num_tokens <= kDirectTokens) return multiply_tokens<Format, true>(pass);
+    if (pass.num_tokens <= Format::kDirectTokens) return multiply_tokens<Format>(pass);
+    if constexpr (Format::kDirectTokens < kRangeTokens) {
       using Wide = WidenedOf<Format>;
       static_assert(Wide::kBlockBytes <= kWidenedBlockBytes);
       Pass wide = pass;
       wide.first_block = 0;
-      for (int64_t p = 0; p < kGroupPanels; ++p) {
-        wide.panels[p] = widened + p * kPassBlocks * Wide::kBlockBytes;
+      for (int p = 0; p < kGroupPanels; ++p) {
         if (p >= pass.num_panels) {
           wide.panels[p] = wide.panels[p - 1];
           continue;
         }
+        uint8_t* const to = widened + p * kPassBlocks * Wide::kBlockBytes;
         for (int64_t b = 0; b < pass.num_blocks; ++b) {
-          widen_block<Format>(pass.panels[p], pass.first_block + b,
-                              widened + (p * kPassBlocks + b) * Wide::kBlockBytes);
+          fetch_next<Format>(pass, p, b, {0, Format::kBlockBytes});
+          widen_block<Format>(pass.panels[p], pass.first_block + b, to + b * Wide::kBlockBytes);
         }
+        wide.panels[p] = to;
       }
-      multiply_tokens<Wide, false>(wide);
+      multiply_tokens<Wide>(wide);
     }
   }
 };

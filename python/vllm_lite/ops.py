@@ -318,8 +318,9 @@ def linear(
     format: str,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """``out = input @ weight^T + bias``; the order of a row's sums does not depend on num_tokens.
+    """``out = input @ weight^T + bias``, summed in float32.
 
+    A row of ``out`` has the same bits whatever num_tokens is and however many threads there are.
     out: ``[num_tokens, rows]``, float32 or input's dtype; input: ``[num_tokens, columns]`` (rows of
     both may be strided); packed: by ``pack_weight``; bias: ``[rows]`` of out's dtype.
     """

@@ -1,0 +1,24 @@
+// A pass: what a product by vectors or by AMX tiles is given at a time. Only for linear_isa.cpp.
+#pragma once
+
+#include "ops/linear_formats_isa.h"
+#include "ops/linear_kernels.h"
+
+namespace vllm_lite::VL_ISA {
+namespace {
+
+// Some blocks of columns of one group of panels, times all tokens of a range.
+struct Pass {
+  float* sums;              // [tokens][kGroupRows], added to
+  const Element* input;     // [block][tokens][kBlockColumns]
+  const float* block_sums;  // [block][tokens], where the format has minima
+  int64_t input_tokens;     // tokens between blocks
+  const uint8_t* panels[kGroupPanels];
+  const uint8_t* next[kGroupPanels];  // where the next pass, or the next group's first, begins
+  int64_t num_panels;                 // of the group; `panels` after them are the last one again
+  int64_t first_block, num_blocks;  // in the panels; `input` and `block_sums` begin with the first
+  int64_t num_tokens;
+};
+
+}  // namespace
+}  // namespace vllm_lite::VL_ISA

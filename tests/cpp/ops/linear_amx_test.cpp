@@ -1,0 +1,148 @@
+// The AMX kernel of linear with its tile instructions in software: right on a machine without AMX.
+// Where there is AMX, the Python tests run the kernel itself.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/isa.h"
+#include "ops/linear_kernels.h"
+
+namespace vllm_lite {
+namespace amx_on_host_kernels {
+extern const LinearKernels kLinearKernels;  // linear_amx_on_host.cpp
+}
+namespace {
+
+using amx_on_host_kernels::kLinearKernels;
+
+struct Shape {
+  int64_t num_tokens, rows, columns;
+};
+
+class LinearAmxTest : public testing::TestWithParam<Shape> {
+ protected:
+  void SetUp() override {
+    if (best_isa() < Isa::kAvx512Bf16) GTEST_SKIP() << "needs AVX-512-BF16";
+  }
+};
+
+uint16_t to_bfloat16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+double widen(uint16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+struct Problem {
+  Shape shape;
+  std::vector<uint16_t> input, weight;
+  std::vector<uint8_t> memory;
+  uint8_t* packed;
+
+  explicit Problem(Shape s) : shape(s) {
+    std::mt19937 random(static_cast<uint32_t>(s.num_tokens * 7 + s.rows * 3 + s.columns));
+    std::normal_distribution<float> normal;
+    input.resize(static_cast<size_t>(s.num_tokens * s.columns));
+    weight.resize(static_cast<size_t>(s.rows * s.columns));
+    for (uint16_t& x : input) x = to_bfloat16(normal(random));
+    for (uint16_t& x : weight) x = to_bfloat16(normal(random));
+    constexpr WeightFormat kFormat = WeightFormat::kBFloat16;
+    const int64_t bytes = packed_weight_bytes(kFormat, s.rows, s.columns);
+    memory.resize(static_cast<size_t>(bytes + 63));
+    packed = memory.data() + (-reinterpret_cast<uintptr_t>(memory.data()) & 63);
+    pack_weight_cpu({packed, weight.data(), nullptr, kFormat, s.rows, s.columns, 0, s.rows});
+  }
+
+  // out of tokens [first, first + count), by the kernel.
+  std::vector<float> multiply(int64_t first, int64_t count) const {
+    const int64_t blocks = num_column_blocks(shape.columns);
+    const int64_t padded = kLinearKernels.padded_tokens(count);
+    std::vector<uint16_t> prepared(static_cast<size_t>(padded * blocks * kBlockColumns));
+    LinearInput in{};
+    in.prepared = prepared.data();
+    in.input = input.data() + first * shape.columns;
+    in.input_stride = in.columns = shape.columns;
+    in.num_tokens = count;
+    in.prepared_tokens = padded;
+    in.dtype = DType::kBFloat16;
+    kLinearKernels.prepare(in, 0, padded);
+
+    std::vector<float> out(static_cast<size_t>(count * shape.rows), NAN);
+    LinearCall call{};
+    call.out = out.data();
+    call.packed = packed;
+    call.prepared = prepared.data();
+    call.format = WeightFormat::kBFloat16;
+    call.out_dtype = DType::kFloat32;
+    call.rows = call.out_stride = shape.rows;
+    call.columns = shape.columns;
+    call.prepared_tokens = padded;
+    std::vector<float> sums(kRangeTokens * kGroupRows, NAN);
+    LinearRange range{};
+    range.num_tokens = count;
+    range.num_panels = num_panels(shape.rows);
+    range.sums = sums.data();
+    kLinearKernels.multiply(call, range);
+    return out;
+  }
+
+  double exact(int64_t token, int64_t row) const {
+    double sum = 0;
+    for (int64_t c = 0; c < shape.columns; ++c) {
+      const uint16_t x = input[static_cast<size_t>(token * shape.columns + c)];
+      const uint16_t w = weight[static_cast<size_t>(row * shape.columns + c)];
+      sum += widen(x) * widen(w);
+    }
+    return sum;
+  }
+};
+
+TEST_P(LinearAmxTest, IsTheProduct) {
+  const Problem problem(GetParam());
+  const auto [num_tokens, rows, columns] = problem.shape;
+  const std::vector<float> out = problem.multiply(0, num_tokens);
+  const double tolerance = 4.0 * std::ldexp(static_cast<double>(columns), -24) + 1e-6;
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    for (int64_t row = 0; row < rows; ++row) {
+      const float value = out[static_cast<size_t>(token * rows + row)];
+      ASSERT_NEAR(value, problem.exact(token, row), tolerance) << token << " " << row;
+    }
+  }
+}
+
+TEST_P(LinearAmxTest, GivesATokenTheSameBitsAlone) {
+  const Problem problem(GetParam());
+  const auto [num_tokens, rows, columns] = problem.shape;
+  const std::vector<float> together = problem.multiply(0, num_tokens);
+  for (int64_t token : {int64_t{0}, num_tokens / 2, num_tokens - 1}) {
+    const std::vector<float> alone = problem.multiply(token, 1);
+    const size_t bytes = static_cast<size_t>(rows) * sizeof(float);
+    EXPECT_EQ(std::memcmp(alone.data(), together.data() + token * rows, bytes), 0) << token;
+  }
+}
+
+// Tokens around tiles of 16 and 32; rows around panels of 16, pairs and groups of them; columns
+// around tiles of 32 and a pass of 1024.
+INSTANTIATE_TEST_SUITE_P(Shapes, LinearAmxTest,
+                         testing::Values(Shape{1, 64, 64}, Shape{15, 16, 32}, Shape{16, 17, 96},
+                                         Shape{17, 33, 50}, Shape{31, 70, 256}, Shape{32, 64, 1024},
+                                         Shape{33, 130, 1056}, Shape{48, 49, 77},
+                                         Shape{49, 20, 2080}, Shape{192, 48, 128}),
+                         [](const auto& test) {
+                           const Shape& s = test.param;
+                           return std::to_string(s.num_tokens) + "x" + std::to_string(s.rows) +
+                                  "x" + std::to_string(s.columns);
+                         });
+
+}  // namespace
+}  // namespace vllm_lite
