@@ -3,9 +3,9 @@
 CPU and CUDA are one contract: the same arguments, the same results within rounding. Shapes are in
 the docstrings; the kernels' own notes are in ``csrc/attention/params.h``,
 ``csrc/cache/store_kv.h``, ``csrc/ops/ops.h``, ``csrc/ops/linear.h`` and ``csrc/ops/moe.h``. All
-functions write into tensors that the caller gives; none allocates. A shape, dtype or device that an op does not support
-raises ``RuntimeError`` naming it; so does, on CPU, an index that leads out of a tensor. On CUDA,
-where the kernel alone sees the indices, such an index is never followed.
+functions write into tensors that the caller gives; none allocates. A shape, dtype or device that an
+op does not support raises ``RuntimeError`` naming it; so does, on CPU, an index that leads out of a
+tensor. On CUDA, where the kernel alone sees the indices, such an index is never followed.
 """
 
 from importlib.util import find_spec
