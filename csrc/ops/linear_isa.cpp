@@ -19,12 +19,17 @@ VL_SIMD float sum_of_block(const Element* block) {
   return reduce_add(sum);
 }
 
+VL_SIMD void convert_block(const Element* from, Element* to) {
+  __builtin_memcpy(to, from, kBlockColumns * sizeof(Element));
+}
+template <typename T>
+VL_SIMD void convert_block(const T* from, Element* to) {
+  for (int i = 0; i < kBlockColumns; i += kWidth) store(to + i, load(from + i));
+}
+
 template <typename T>
 VL_SIMD void prepare_block(const T* from, int64_t count, Element* to) {
-  if (count >= kBlockColumns) {
-    for (int i = 0; i < kBlockColumns; i += kWidth) store(to + i, load(from + i));
-    return;
-  }
+  if (count >= kBlockColumns) return convert_block(from, to);
   for (int i = 0; i < kBlockColumns; ++i) {
     from_float(i < count ? to_float(from[i]) : 0.0f, to[i]);
   }
