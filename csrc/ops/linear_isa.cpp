@@ -158,15 +158,15 @@ void multiply(const LinearCall& call, const LinearRange& range) {
   multiply_range<TileProduct>(call, range);
 #else
   switch (call.format) {
+#if defined(VL_ISA_avx512_bf16)
     case WeightFormat::kFloat32:
     case WeightFormat::kFloat16:
-#if !defined(VL_ISA_avx512_bf16)
-      if (call.format == WeightFormat::kFloat16) {
-        return multiply_range<VectorProduct<DenseFloat16> >(call, range);
-      }
-      return multiply_range<VectorProduct<DenseFloat32> >(call, range);
+      break;  // linear_cpu takes AVX-512's kernels
 #else
-      break;  // linear_cpu takes AVX-512's
+    case WeightFormat::kFloat32:
+      return multiply_range<VectorProduct<DenseFloat32> >(call, range);
+    case WeightFormat::kFloat16:
+      return multiply_range<VectorProduct<DenseFloat16> >(call, range);
 #endif
     case WeightFormat::kBFloat16:
       return multiply_range<VectorProduct<DenseBFloat16> >(call, range);
