@@ -8,7 +8,8 @@
 // A value of `out` is one float32 sum over the columns in their order, of blocks of 32 columns
 // (Q6_K: 16) where the format has a scale for each, the bias last. That order depends on the
 // weight's format, the input's dtype and the instruction set alone: not on how many rows `input`
-// has, nor on threads.
+// has, nor on threads. NaN and infinity go through; products of bfloat16 inputs on AVX-512-BF16 and
+// AMX take subnormal numbers for zeros, as those instructions do.
 #pragma once
 
 #include <cstdint>

@@ -50,7 +50,7 @@ class ProductScope {
   ProductScope& operator=(const ProductScope&) = delete;
 };
 
-// 16 tokens by the group's 4 panels.
+// 16 tokens by the group's 4 panels, whose weights no later tile of the pass reads.
 void multiply_16_tokens(const Pass& pass, int64_t token) {
   float* const sums = pass.sums + token * kGroupRows;
   finish_writes(sums);
@@ -62,13 +62,13 @@ void multiply_16_tokens(const Pass& pass, int64_t token) {
   for (int64_t b = 0; b < pass.num_blocks; ++b, input += pass.input_tokens * kBlockColumns) {
     const int64_t at = DenseBFloat16::kLayout.block_offset(pass.first_block + b);
     _tile_loadd(4, input, kTileRowBytes);
-    _tile_loadd(6, pass.panels[0] + at, kTileRowBytes);
+    _tile_stream_loadd(6, pass.panels[0] + at, kTileRowBytes);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, pass.panels[1] + at, kTileRowBytes);
+    _tile_stream_loadd(7, pass.panels[1] + at, kTileRowBytes);
     _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(6, pass.panels[2] + at, kTileRowBytes);
+    _tile_stream_loadd(6, pass.panels[2] + at, kTileRowBytes);
     _tile_dpbf16ps(2, 4, 6);
-    _tile_loadd(7, pass.panels[3] + at, kTileRowBytes);
+    _tile_stream_loadd(7, pass.panels[3] + at, kTileRowBytes);
     _tile_dpbf16ps(3, 4, 7);
   }
   _tile_stored(0, sums, kSumsStride);

@@ -7,7 +7,7 @@
 //   scale(place, i, part)       of the i-th of the block's kScales equal parts
 //   minimum(place, part)        where kHasMinimum
 // Up to kDirectTokens tokens its weights are widened as they come, for every tile anew; more tokens
-// share a widened copy. The bounds are measured.
+// share a widened copy.
 // All numbers of the quantised formats are exact in bfloat16.
 #pragma once
 
@@ -100,6 +100,8 @@ struct Packed {
 
 // ---- dense weights
 
+// Tokens up to which widening in registers was faster: always where it is a shift; where it takes
+// more, until four or five tiles would do it again.
 constexpr int64_t kAlwaysDirect = kRangeTokens;
 constexpr int64_t kCheapDirect = 24;
 constexpr int64_t kCostlyDirect = 4;
@@ -116,9 +118,10 @@ struct DenseOf : Packed<kFormat> {
 #if defined(VL_ISA_avx512_bf16)
     return {_mm512_loadu_si512(place.block + step * kLanes * 4 + part)};
 #else
-    if constexpr (sizeof(T) == 4) return load(lanes_at<T>(place.block + step * kLanes * 4, part));
-    const IntLanes pairs = load_words(place.block + step / 2 * kLanes * 4, part);
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (sizeof(T) == 4) {
+      return load(lanes_at<T>(place.block + step * kLanes * 4, part));
+    } else {
+      const IntLanes pairs = load_words(place.block + step / 2 * kLanes * 4, part);
       return step % 2 == 0 ? widen_lower(pairs, T{}) : widen_upper(pairs, T{});
     }
 #endif

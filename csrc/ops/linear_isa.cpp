@@ -19,12 +19,17 @@ VL_SIMD float sum_of_block(const Element* block) {
   return reduce_add(sum);
 }
 
+VL_SIMD void convert_block(const Element* from, Element* to) {
+  __builtin_memcpy(to, from, kBlockColumns * sizeof(Element));
+}
+template <typename T>
+VL_SIMD void convert_block(const T* from, Element* to) {
+  for (int i = 0; i < kBlockColumns; i += kWidth) store(to + i, load(from + i));
+}
+
 template <typename T>
 VL_SIMD void prepare_block(const T* from, int64_t count, Element* to) {
-  if (count >= kBlockColumns) {
-    for (int i = 0; i < kBlockColumns; i += kWidth) store(to + i, load(from + i));
-    return;
-  }
+  if (count >= kBlockColumns) return convert_block(from, to);
   for (int i = 0; i < kBlockColumns; ++i) {
     from_float(i < count ? to_float(from[i]) : 0.0f, to[i]);
   }
@@ -153,15 +158,15 @@ void multiply(const LinearCall& call, const LinearRange& range) {
   multiply_range<TileProduct>(call, range);
 #else
   switch (call.format) {
+#if defined(VL_ISA_avx512_bf16)
     case WeightFormat::kFloat32:
     case WeightFormat::kFloat16:
-#if !defined(VL_ISA_avx512_bf16)
-      if (call.format == WeightFormat::kFloat16) {
-        return multiply_range<VectorProduct<DenseFloat16> >(call, range);
-      }
-      return multiply_range<VectorProduct<DenseFloat32> >(call, range);
+      break;  // linear_cpu takes AVX-512's kernels
 #else
-      break;  // linear_cpu takes AVX-512's
+    case WeightFormat::kFloat32:
+      return multiply_range<VectorProduct<DenseFloat32> >(call, range);
+    case WeightFormat::kFloat16:
+      return multiply_range<VectorProduct<DenseFloat16> >(call, range);
 #endif
     case WeightFormat::kBFloat16:
       return multiply_range<VectorProduct<DenseBFloat16> >(call, range);

@@ -89,10 +89,12 @@ thread_local Tiles tiles;
 #undef _tile_loadconfig
 #undef _tile_release
 #undef _tile_loadd
+#undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #define _tile_loadconfig(config) ::vllm_lite::amx_on_host::tiles.load_config(config)
 #define _tile_release() (::vllm_lite::amx_on_host::tiles.configured = false)
 #define _tile_loadd(tile, from, stride) ::vllm_lite::amx_on_host::tiles.load(tile, from, stride)
+#define _tile_stream_loadd(tile, from, stride) _tile_loadd(tile, from, stride)
 #define _tile_stored(tile, to, stride) ::vllm_lite::amx_on_host::tiles.store(tile, to, stride)
 #define _tile_dpbf16ps(sums, a, b) ::vllm_lite::amx_on_host::tiles.multiply(sums, a, b)

@@ -77,7 +77,7 @@ def sum_tolerance(weight: Weight, x: torch.Tensor) -> float:
 
     The partial sums of n terms of random sign are of the size of sqrt(n) terms, and so are the
     roundings: n of them, each half of 2^-23 of that, make n * term * 2^-24 at random signs; four
-    times that is never reached. Sums of blocks, of which the formats with scales are made, err less.
+    times that is never reached. Sums of blocks, as the formats with scales have them, err less.
     """
     columns = x.shape[1]
     term = (weight.values.square().mean().sqrt() * x.double().square().mean().sqrt()).item()
