@@ -85,10 +85,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             if type(value) is not int or not least <= value <= most:
                 raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}")
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}"
-                )
+            value = getattr(self, name)
+            if value not in choices:
+                allowed = ", ".join(map(str, choices))
+                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
         for name in ("enable_prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
