@@ -14,7 +14,7 @@ void sample(Tensor logits, Tensor rows, Tensor positions, Tensor float_state, Te
             OptionalTensor allowed_start, OptionalTensor allowed_ids, OptionalTensor stop_start,
             OptionalTensor stop_ids, Tensor token_ids, OptionalTensor logprobs,
             OptionalTensor ranks, OptionalTensor top_ids, OptionalTensor top_logprobs,
-            OptionalTensor workspace, int64_t stream) {
+            OptionalTensor workspace, OptionalTensor last_tokens, int64_t stream) {
   constexpr const char* kOp = "sample";
   check(logits.dim() == 2 && logits.stride(1) == 1 && logits.scalar_type() == ScalarType::Float,
         kOp, "logits must be float32 [num_rows, vocab_size]");
@@ -41,7 +41,8 @@ void sample(Tensor logits, Tensor rows, Tensor positions, Tensor float_state, Te
   check_same_device(kOp, logits, rows, positions, float_state, int_state, seeds, output_counts,
                     prompt_mask, bias_start, bias_ids, bias_values, allowed_start, allowed_ids,
                     stop_start, stop_ids, token_ids, logprobs, ranks, top_ids, top_logprobs,
-                    workspace);
+                    workspace, last_tokens);
+  check(!last_tokens || last_tokens->numel() == max_rows, kOp, "last_tokens must be [max_rows]");
   const float* floats = float_data(float_state, kOp, "float_state");
   const int32_t* ints = int32_data(int_state, kOp, "int_state");
   SampleParams params{};
@@ -69,6 +70,7 @@ void sample(Tensor logits, Tensor rows, Tensor positions, Tensor float_state, Te
   params.stop_start = int32_data(stop_start, kOp, "stop_start");
   params.stop_ids = int32_data(stop_ids, kOp, "stop_ids");
   params.token_ids = int32_data(token_ids, kOp, "token_ids");
+  params.last_tokens = int32_data(last_tokens, kOp, "last_tokens");
   params.logprobs = float_data(logprobs, kOp, "logprobs");
   params.ranks = int32_data(ranks, kOp, "ranks");
   params.top_ids = int32_data(top_ids, kOp, "top_ids");
@@ -94,7 +96,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(VL_OPS, m) {
       "Tensor? bias_ids, Tensor? bias_values, Tensor? allowed_start, Tensor? allowed_ids, "
       "Tensor? stop_start, "
       "Tensor? stop_ids, Tensor(b!) token_ids, Tensor(c!)? logprobs, Tensor(d!)? ranks, "
-      "Tensor(e!)? top_ids, Tensor(f!)? top_logprobs, Tensor(g!)? workspace, int stream) -> ()");
+      "Tensor(e!)? top_ids, Tensor(f!)? top_logprobs, Tensor(g!)? workspace, "
+      "Tensor(h!)? last_tokens, int stream) -> ()");
   m.def("sample_workspace_bytes(int num_rows, int vocab_size) -> int");
 }
 

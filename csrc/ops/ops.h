@@ -162,7 +162,9 @@ struct SampleParams {
   const int32_t* stop_start;  // [num_rows + 1]
   const int32_t* stop_ids;
   // Results.
-  int32_t* token_ids;   // [num_rows], -1: row failed
+  int32_t* token_ids;  // [num_rows], -1: row failed
+  int32_t*
+      last_tokens;      // [max_rows] or nullptr; of rows[i] it becomes the token, 0 if row i failed
   float* logprobs;      // [num_rows] or nullptr
   int32_t* ranks;       // [num_rows] or nullptr; 1 + number of raw logits greater than the token's
   int32_t* top_ids;     // [num_rows, max_logprobs] or nullptr; unused entries -1

@@ -191,6 +191,9 @@ __global__ void __launch_bounds__(kChooseThreads, 1)
   }
   if (threadIdx.x > 0) return;
   params.token_ids[row.index] = token;
+  if (params.last_tokens != nullptr && row.state >= 0 && row.state < params.max_rows) {
+    params.last_tokens[row.state] = max(token, 0);
+  }
   if (params.logprobs != nullptr) params.logprobs[row.index] = logprob;
   if (params.ranks != nullptr) params.ranks[row.index] = with_logprob ? 1 : 0;
   if (token >= 0 && params.output_counts != nullptr) {

@@ -65,6 +65,14 @@ class RowSampler {
   void run() {
     write_failure();
     if (row_ < 0 || row_ >= params_.max_rows) return;
+    choose();
+    if (params_.last_tokens) {
+      params_.last_tokens[row_] = std::max(params_.token_ids[index_], 0);
+    }
+  }
+
+ private:
+  void choose() {
     const Peak raw_peak = passes_.find_peak(raw_, size_);
     if (raw_peak.broken || raw_peak.id < 0) return;
     const float* x = processed_logits();
@@ -76,7 +84,6 @@ class RowSampler {
     if (params_.num_logprobs[row_] >= 0) write_logprobs(token, raw_peak.value);
   }
 
- private:
   int64_t state_offset() const { return static_cast<int64_t>(row_) * size_; }
   bool in_vocabulary(int32_t id) const { return id >= 0 && id < size_; }
 

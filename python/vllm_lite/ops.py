@@ -361,6 +361,7 @@ def sample(
     top_ids: torch.Tensor | None,
     top_logprobs: torch.Tensor | None,
     workspace: torch.Tensor | None = None,
+    last_tokens: torch.Tensor | None = None,
 ) -> None:
     """Chooses one token per row; the order of processing is documented in ``csrc/ops/ops.h``.
 
@@ -372,12 +373,13 @@ def sample(
     their ragged lists of ids (int32) and values (float32).
     Results: token_ids, ranks: int32 ``[num_rows]``; logprobs: float32 ``[num_rows]``;
     top_ids (int32), top_logprobs (float32): ``[num_rows, max_logprobs]``.
+    last_tokens: int32 ``[max_rows]``; that of each sampled row becomes its token, 0 if it failed.
     workspace: uint8, ``sample_workspace_bytes(num_rows, vocab_size)`` or more; CUDA needs it.
     """
     _ops.sample(
         logits, rows, positions, float_state, int_state, seeds, output_counts, prompt_mask,
         bias_start, bias_ids, bias_values, allowed_start, allowed_ids, stop_start, stop_ids,
-        token_ids, logprobs, ranks, top_ids, top_logprobs, workspace, _stream(logits),
+        token_ids, logprobs, ranks, top_ids, top_logprobs, workspace, last_tokens, _stream(logits),
     )  # fmt: skip
 
 
@@ -388,6 +390,24 @@ def sample_workspace_bytes(num_rows: int, vocab_size: int) -> int:
 
 # In the order of csrc/core/isa.h.
 _CPU_ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
+
+
+def load_step(
+    plan: torch.Tensor,
+    inputs: torch.Tensor,
+    plan_words: int,
+    num_tokens: int,
+    num_seqs: int,
+    num_logits: int,
+    pad: bool,
+) -> None:
+    """What a step plan says of the forward pass, into the sections of ``inputs``; see
+    ``csrc/bindings/step_ops.cpp``. The numbers are those of the largest step.
+
+    plan: int32, the plan's words; inputs: int32, on the CPU. pad: what the plan does not fill
+    becomes tokens whose KV is stored nowhere and sequences without tokens.
+    """
+    _ops.load_step(plan, inputs, plan_words, num_tokens, num_seqs, num_logits, pad)
 
 
 class OpList:

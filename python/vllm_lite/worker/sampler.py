@@ -159,7 +159,7 @@ class Sampler:
         allowed_start = allowed_ids = stop_start = stop_ids = None
         lists = self._lists
         if lists.bias or lists.allowed or lists.stop:
-            row_list = plan.sample_rows.tolist()
+            row_list = plan.sampled_rows()
             if lists.bias:
                 bias_start, bias_ids = self._ragged(
                     row_list, {r: v[0] for r, v in lists.bias.items()}
@@ -174,10 +174,8 @@ class Sampler:
             logits, rows, positions, self._float_state, self._int_state, self._seeds,
             self._output_counts, self._prompt_mask, bias_start, bias_ids, bias_values,
             allowed_start, allowed_ids, stop_start, stop_ids,
-            token_ids, logprobs, ranks, top_ids, top_logprobs, self._workspace,
+            token_ids, logprobs, ranks, top_ids, top_logprobs, self._workspace, self.last_tokens,
         )  # fmt: skip
-        # A row that failed has -1, and what follows it is thrown away: any id will do.
-        self.last_tokens.index_copy_(0, rows.long(), token_ids.clamp(min=0))
         return PendingResult(plan.step_words, [token_ids, logprobs, ranks, top_ids, top_logprobs])
 
     def _empty(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:

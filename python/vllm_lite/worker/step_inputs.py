@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from vllm_lite import ops
 from vllm_lite.layers.batch import AttentionPlan, ForwardBatch
 from vllm_lite.worker.step_plan import StepPlan
 
@@ -39,8 +40,8 @@ class StepInputs:
         """workspace: of the attention kernels, if they need a plan."""
         self.sizes = sizes
         tokens, seqs, logits = sizes.num_tokens, sizes.num_seqs, sizes.num_logits
-        # The attention plan is read in chunks of 16 bytes and slots are 64-bit, hence their place;
-        # plans are whole chunks.
+        # As ops.load_step has them. The attention plan is read in chunks of 16 bytes and slots are
+        # 64-bit, hence their place; plans are whole chunks.
         lengths = [sizes.plan_words, 2 * tokens]
         lengths += [tokens, tokens, seqs + 1, seqs, seqs, logits, logits, logits]
         self._starts = np.cumsum([0, *lengths]).tolist()
@@ -67,37 +68,23 @@ class StepInputs:
     def load(
         self,
         plan: StepPlan,
-        plan_attention: Callable[[StepPlan, torch.Tensor], None] | None = None,
+        plan_attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None,
     ) -> None:
-        """Copies a plan's tensors onto the device, and the attention plan that the function
-        writes, if these inputs have one. If not, what the plan does not fill stays as it is: no
-        op is told to look at it.
+        """Copies a plan's tensors onto the device. plan_attention: writes the attention plan, if
+        these inputs have one, from (query_start, seq_lens); without it, what the plan does not
+        fill stays as it is: no op is told to look at it.
         """
-        sizes = self.sizes
-        assert plan.num_tokens <= sizes.num_tokens and plan.num_seqs <= sizes.num_seqs
-        on_device = self._words.is_cuda
-        staging = self._words
-        if on_device:
+        sizes, words = self.sizes, self._words
+        if words.is_cuda:
             # Pinned memory comes from torch's cache, which keeps it until the copy has been made.
-            staging = torch.empty(len(self._words), dtype=torch.int32, pin_memory=True)
-        attention_plan, slots, *parts = self._split(staging)
+            words = torch.empty(len(words), dtype=torch.int32, pin_memory=True)
+        ops.load_step(
+            plan.words, words, sizes.plan_words, sizes.num_tokens, sizes.num_seqs,
+            sizes.num_logits, plan_attention is not None,
+        )  # fmt: skip
         if plan_attention is not None:
-            plan_attention(plan, attention_plan)
-        sections = (
-            (slots.view(torch.int64), plan.slot_mapping, -1),
-            (parts[0], plan.token_ids, 0),
-            (parts[1], plan.positions, 0),
-            (parts[2], plan.query_start, plan.num_tokens),
-            (parts[3], plan.seq_lens, 0),
-            (parts[4], plan.rows, 0),
-            (parts[5], plan.logits_indices, 0),
-            (parts[6], plan.sample_rows, 0),
-            (parts[7], plan.sample_positions, 0),
-        )
-        for part, values, padding in sections:
-            count = len(values)
-            part[:count] = values
-            if sizes.plan_words:
-                part[count:] = padding
-        if on_device:
-            self._words.copy_(staging, non_blocking=True)
+            attention_plan, _, _, _, query_start, seq_lens, *_ = self._split(words)
+            num_seqs = plan.num_seqs
+            plan_attention(query_start[: num_seqs + 1], seq_lens[:num_seqs], attention_plan)
+        if words is not self._words:
+            self._words.copy_(words, non_blocking=True)

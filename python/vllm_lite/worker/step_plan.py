@@ -48,40 +48,48 @@ def step_words_of(plan: memoryview | bytes) -> list[int]:
 
 
 class StepPlan:
-    """A plan's sections as tensor views of one copy of its words."""
+    """A copy of a plan's words, and what of it the worker itself needs."""
 
     def __init__(self, plan: memoryview | bytes) -> None:
         words = np.frombuffer(plan, dtype=np.int32).copy()
         header = words[:_HEADER_WORDS].tolist()
         if header[0] != PLAN_MAGIC or header[1] != len(words):
             raise ValueError("not a step plan")
+        self.words = torch.from_numpy(words)
         self.step_words = header[2:4]
         self.num_tokens, self.num_seqs, self.num_logits = header[4:7]
         num_updates, num_copies, num_freed, num_new_rows, new_row_words = header[7:12]
         self.max_logprobs, self.num_placeholders = header[14:16]
-        self._words = torch.from_numpy(words)
-        self._next = _HEADER_WORDS
-        self.slot_mapping = self._take(2 * self.num_tokens).view(torch.int64)
-        self.token_ids = self._take(self.num_tokens)
-        self.positions = self._take(self.num_tokens)
-        self.query_start = self._take(self.num_seqs + 1)
-        self.seq_lens = self._take(self.num_seqs)
-        self.rows = self._take(self.num_seqs)
-        self.logits_indices = self._take(self.num_logits)
-        # The sequences that are sampled are those whose last token has logits.
-        sampled = torch.searchsorted(self.query_start, self.logits_indices, right=True) - 1
-        self.sample_rows = self.rows[sampled]
-        self.sample_positions = self.seq_lens[sampled]
-        self.table_updates = self._take(3 * num_updates).view(num_updates, 3)
-        self.block_copies = self._take(2 * num_copies).view(num_copies, 2)
-        self.freed_rows = words[self._next : self._next + num_freed].tolist()
-        self._next += num_freed
-        self.new_rows = self._read_new_rows(words, num_new_rows, new_row_words)
+        # After what ops.load_step reads.
+        self._next = _HEADER_WORDS + 4 * self.num_tokens + 3 * self.num_seqs + 1 + self.num_logits
+        self.table_updates = self._take_rows(num_updates, 3)
+        self.block_copies = self._take_rows(num_copies, 2)
+        self.freed_rows: list[int] = []
+        if num_freed:
+            self.freed_rows = words[self._next : self._next + num_freed].tolist()
+            self._next += num_freed
+        self.new_rows: list[NewRow] = []
+        if num_new_rows or new_row_words:
+            self.new_rows = self._read_new_rows(words, num_new_rows, new_row_words)
 
-    def _take(self, count: int) -> torch.Tensor:
+    def sampled_rows(self) -> list[int]:
+        """The row of each token that is sampled from."""
+        words, num_seqs = self.words.numpy(), self.num_seqs
+        begin = _HEADER_WORDS + 4 * self.num_tokens
+        query_start, _, rows, indices = np.split(
+            words[begin : begin + 3 * num_seqs + 1 + self.num_logits],
+            [num_seqs + 1, 2 * num_seqs + 1, 3 * num_seqs + 1],
+        )
+        sampled: list[int] = rows[np.searchsorted(query_start, indices, side="right") - 1].tolist()
+        return sampled
+
+    def _take_rows(self, count: int, width: int) -> torch.Tensor | None:
+        """int32 ``[count, width]``; None if there are none."""
+        if count == 0:
+            return None
         begin = self._next
-        self._next = begin + count
-        return self._words[begin : self._next]
+        self._next = begin + count * width
+        return self.words[begin : self._next].view(count, width)
 
     def _read_new_rows(self, words: np.ndarray, count: int, num_words: int) -> list[NewRow]:
         new_rows = []

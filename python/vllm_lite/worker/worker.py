@@ -125,11 +125,11 @@ class Worker:
         for row in plan.freed_rows:
             self._sampler.free_row(row)
         self._sampler.add_rows(plan.new_rows)
-        if len(plan.table_updates):
+        if plan.table_updates is not None:
             updates = to_device(plan.table_updates, self._device)
-            row, index, block = updates.long().unbind(1)
-            self._block_tables[row, index] = block.int()
-        if len(plan.block_copies):
+            rows, indices, blocks = updates.unbind(1)
+            self._block_tables[rows.long(), indices.long()] = blocks
+        if plan.block_copies is not None:
             ops.copy_blocks(self.kv_arena, to_device(plan.block_copies, self._device).contiguous())
         inputs, logits = self._compute(plan)
         count = plan.num_logits
@@ -172,11 +172,13 @@ class Worker:
             self._workspace,
         )
 
-    def _plan_attention(self, plan: StepPlan, words: torch.Tensor) -> None:
+    def _plan_attention(
+        self, query_start: torch.Tensor, seq_lens: torch.Tensor, words: torch.Tensor
+    ) -> None:
         config = self._model_config
         ops.plan_attention(
-            plan.query_start,
-            plan.seq_lens,
+            query_start,
+            seq_lens,
             config.num_heads,
             config.num_kv_heads,
             # A plan without a window is right for layers with one, too.

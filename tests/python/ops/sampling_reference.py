@@ -94,6 +94,7 @@ def sample(
     bias_values = torch.tensor([v for row in rows for v in row.bias.values()], dtype=torch.float32)
     allowed_start, allowed_ids = _ragged([row.allowed for row in rows])
     stop_start, stop_ids = _ragged([row.stop for row in rows])
+    last_tokens = torch.full((seeds.numel(),), -9, dtype=torch.int32)
     outcome = Outcome(
         torch.full((num_rows,), -9, dtype=torch.int32),
         torch.full((num_rows,), 9.0),
@@ -125,7 +126,13 @@ def sample(
         outcome.top_logprobs,
         # Whatever an earlier call left there.
         torch.full((ops.sample_workspace_bytes(num_rows, vocab_size),), 0x5A, dtype=torch.uint8),
+        last_tokens,
     )
+    expected = torch.full_like(last_tokens, -9)
+    for slot, token in zip(slots, outcome.token_ids.tolist(), strict=True):
+        if 0 <= slot < len(expected):
+            expected[slot] = max(token, 0)
+    assert torch.equal(last_tokens, expected)
     return outcome
 
 
