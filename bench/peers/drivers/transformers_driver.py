@@ -2,7 +2,6 @@ from collections.abc import Callable
 
 import torch
 from protocol import Batch, serve
-
 from transformers import AutoModelForCausalLM
 
 

@@ -1,7 +1,6 @@
 from collections.abc import Callable
 
 from protocol import Batch, serve
-
 from vllm import LLM, SamplingParams
 
 
