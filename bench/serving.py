@@ -56,7 +56,7 @@ async def one_request(
                 return {"error": event["error"]["message"]}
             if event["choices"]:
                 arrivals.append(time.perf_counter())
-            elif event.get("usage"):
+            if event.get("usage"):  # in a last event without choices, llama.cpp: in the last one
                 usage = event["usage"]
     return {
         "input_tokens": len(prompt),

@@ -1,6 +1,6 @@
 """vllm_lite and its peers on this machine: installs, runs the workloads, writes table and plot.
 
-bench/peers/run.sh [--smoke] [--engines NAME,...] [--workloads NAME,...] [--rounds N]
+bench/peers/run.sh [--smoke] [--engines NAME,...] [--workloads NAME,...] [--rounds N] [--append]
 """
 
 import argparse
@@ -80,6 +80,12 @@ def weight_bytes(model: Path) -> int:
     return max(file.stat().st_size for file in model.iterdir())
 
 
+def in_turn(engines: list[Engine], number: int) -> list[Engine]:
+    """Another engine begins each round, so that none always has the machine's better hour."""
+    cut = (number - 1) % max(1, len(engines))
+    return engines[cut:] + engines[:cut]
+
+
 def describe_machine() -> Record:
     names = [
         line.split(":", 1)[1].strip()
@@ -111,49 +117,59 @@ def main() -> None:
     parser.add_argument("--engines", metavar="NAME,...", help="default: all")
     parser.add_argument("--workloads", metavar="NAME,...", help="default: all")
     parser.add_argument("--rounds", type=int, help="default: 3, for --smoke 1")
+    parser.add_argument("--append", action="store_true", help="more rounds for today's results")
+    parser.add_argument("--jobs", type=int, help="compilers at once; default: the cores")
     parser.add_argument("--root", type=Path, default=ROOT / "build/peers", help="environments")
     parser.add_argument("--output", type=Path, help="folder; default: bench/results")
     args = parser.parse_args()
     root = args.root.absolute()
     output = args.output or (root / "smoke" if args.smoke else ROOT / "bench/results")
 
-    engines = all_engines(root, available_cores())
-    workloads = all_workloads(args.smoke)
-    names = chosen(args.engines, [engine.name for engine in engines], "engines")
-    engines = [engine for engine in engines if engine.name in names]
-    names = chosen(args.workloads, [workload.name for workload in workloads], "workloads")
-    workloads = [workload for workload in workloads if workload.name in names]
+    every_engine, every_workload = all_engines(root, available_cores()), all_workloads(args.smoke)
+    names = chosen(args.engines, [engine.name for engine in every_engine], "engines")
+    engines = [engine for engine in every_engine if engine.name in names]
+    names = chosen(args.workloads, [workload.name for workload in every_workload], "workloads")
+    workloads = [workload for workload in every_workload if workload.name in names]
+
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / f"cpu-{datetime.date.today().isoformat()}.json"
+    records: list[Record] = []
+    if args.append:
+        if not path.exists():
+            raise SystemExit(f"--append: {path} does not exist; leave it out for the first run")
+        records = json.loads(path.read_text())["records"]
+    first_round = 1 + max((record.get("round", 0) for record in records), default=0)
+
+    def save() -> None:
+        named = {record["engine"] for record in records}, {record["workload"] for record in records}
+        result = {
+            "date": path.stem.removeprefix("cpu-"),
+            "smoke": args.smoke,
+            "machine": describe_machine(),
+            "engines": [engine.name for engine in every_engine if engine.name in named[0]],
+            "workloads": {w.name: w.title for w in every_workload if w.name in named[1]},
+            "records": records,
+        }
+        path.write_text(json.dumps(result, indent=1))
+        write_report(result, path)
 
     reasons = {}
     for peer in PEERS:
         if any(engine.peer == peer for engine in engines):
             print(f"installing {peer}", flush=True)
-            reasons[peer] = install(peer, root, available_cores())
-    records: list[Record] = []
+            reasons[peer] = install(peer, root, args.jobs or available_cores())
+    there = [engine for engine in engines if not reasons.get(engine.peer or "")]
     for engine in engines:
         for workload in workloads:
             why = reasons.get(engine.peer or "") or engine.lacks(workload)
             if why:
                 records.append({"engine": engine.name, "workload": workload.name, "error": why})
-    there = [engine for engine in engines if not reasons.get(engine.peer or "")]
+    save()
     for number in range(args.rounds or (1 if args.smoke else 3)):
-        # Another engine begins each round, so that none always has the machine's better hour.
-        for engine in there[number % len(there) :] + there[: number % len(there)]:
+        for engine in in_turn(there, first_round + number):
             for session in sessions(engine, workloads):
-                records += run_session(engine, session, number + 1, root)
-                result = {
-                    "date": datetime.date.today().isoformat(),
-                    "smoke": args.smoke,
-                    "machine": describe_machine(),
-                    "engines": [engine.name for engine in engines],
-                    "workloads": {workload.name: workload.title for workload in workloads},
-                    "records": records,
-                }
-                # After each session: what was measured is not lost with the rest.
-                output.mkdir(parents=True, exist_ok=True)
-                path = output / f"cpu-{result['date']}.json"
-                path.write_text(json.dumps(result, indent=1))
-                write_report(result, path)
+                records += run_session(engine, session, first_round + number, root)
+                save()  # what was measured is not lost if the next does not come back
     print(f"written: {path}, .md and .png")
 
 
