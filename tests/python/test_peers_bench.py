@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "bench"))
 
 import peers.__main__ as command  # noqa: E402
+import peers.install as install_module  # noqa: E402
 from peers.convert import _write_gguf  # noqa: E402
 from peers.engines import all_engines  # noqa: E402
 from peers.report import Results, write_report  # noqa: E402
@@ -89,6 +90,21 @@ def test_every_engine_is_first_once_before_any_is_again(tmp_path: Path) -> None:
     rounds = [command.in_turn(engines, number) for number in range(1, len(engines) + 1)]
     assert {order[0].name for order in rounds} == {engine.name for engine in engines}
     assert all(len(order) == len(engines) for order in rounds)
+
+
+def test_what_fails_to_install_says_why_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = [["sh", "-c", "echo no compiler found; exit 3"]]
+    monkeypatch.setitem(install_module._COMMANDS, "peer", lambda directory, jobs: commands)
+    reason = install_module.install("peer", tmp_path, 1)
+    assert reason == "not installed: sh ended with code 3; last line: no compiler found"
+    commands[:] = [["no-such-program"]]
+    assert "no-such-program" in str(install_module.install("peer", tmp_path, 1))
+    commands[:] = [["mkdir", str(tmp_path / "peer")]]
+    assert install_module.install("peer", tmp_path, 1) is None
+    commands[:] = [["false"]]  # nothing is run for what is there
+    assert install_module.install("peer", tmp_path, 1) is None
 
 
 def made_up_result() -> dict[str, Any]:
