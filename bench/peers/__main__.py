@@ -1,6 +1,6 @@
 """vllm_lite and its peers on this machine: installs, runs the workloads, writes table and plot.
 
-bench/peers/run.sh [--smoke] [--engines NAME,...] [--workloads NAME,...] [--rounds N] [--append]
+bench/peers/run.sh [--smoke] [--engines NAME,...] [--workloads NAME,...] [--rounds N] [...]
 """
 
 import argparse
@@ -117,7 +117,9 @@ def main() -> None:
     parser.add_argument("--engines", metavar="NAME,...", help="default: all")
     parser.add_argument("--workloads", metavar="NAME,...", help="default: all")
     parser.add_argument("--rounds", type=int, help="default: 3, for --smoke 1")
-    parser.add_argument("--append", action="store_true", help="more rounds for today's results")
+    parser.add_argument(
+        "--append", type=Path, metavar="FILE.json", help="more rounds for these results"
+    )
     parser.add_argument("--jobs", type=int, help="compilers at once; default: the cores")
     parser.add_argument("--root", type=Path, default=ROOT / "build/peers", help="environments")
     parser.add_argument("--output", type=Path, help="folder; default: bench/results")
@@ -131,13 +133,9 @@ def main() -> None:
     names = chosen(args.workloads, [workload.name for workload in every_workload], "workloads")
     workloads = [workload for workload in every_workload if workload.name in names]
 
-    output.mkdir(parents=True, exist_ok=True)
-    path = output / f"cpu-{datetime.date.today().isoformat()}.json"
-    records: list[Record] = []
-    if args.append:
-        if not path.exists():
-            raise SystemExit(f"--append: {path} does not exist; leave it out for the first run")
-        records = json.loads(path.read_text())["records"]
+    path = args.append or output / f"cpu-{datetime.date.today().isoformat()}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records: list[Record] = json.loads(path.read_text())["records"] if args.append else []
     first_round = 1 + max((record.get("round", 0) for record in records), default=0)
 
     def save() -> None:
