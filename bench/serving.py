@@ -13,6 +13,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from bounds import ModelCost, measure_machine
 from vllm_lite.config import EngineConfig
 from vllm_lite.model_config import load_model_config
 from vllm_lite.model_files import find_model
+from workloads import Request
 
 
 async def one_request(
@@ -54,7 +56,7 @@ async def one_request(
                 return {"error": event["error"]["message"]}
             if event["choices"]:
                 arrivals.append(time.perf_counter())
-            elif event.get("usage"):
+            if event.get("usage"):  # in a last event without choices, llama.cpp: in the last one
                 usage = event["usage"]
     return {
         "input_tokens": len(prompt),
@@ -65,33 +67,41 @@ async def one_request(
     }
 
 
-async def run(args: argparse.Namespace, vocab_size: int) -> tuple[list[dict[str, Any]], float]:
-    source = random.Random(args.seed)
+async def send(
+    url: str, requests: Sequence[Request], api_key: str = "", progress: bool = False
+) -> tuple[list[dict[str, Any]], float]:
+    """Sends each request at its arrival; their results in order, and the seconds in all."""
     limits = httpx.Limits(max_connections=None)
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with httpx.AsyncClient(
-        base_url=args.url, timeout=None, limits=limits, headers=headers
+        base_url=url, timeout=None, limits=limits, headers=headers
     ) as client:
         models = (await client.get("/v1/models")).raise_for_status().json()
         model = models["data"][0]["id"]
-        bar = tqdm(total=args.num_requests, unit="request", dynamic_ncols=True)
+        bar = tqdm(total=len(requests), unit="request", dynamic_ncols=True, disable=not progress)
+        start = time.perf_counter()
 
-        async def counted(prompt: list[int], length: int) -> dict[str, Any]:
-            result = await one_request(client, model, prompt, length)
+        async def counted(request: Request) -> dict[str, Any]:
+            await asyncio.sleep(start + request.arrival - time.perf_counter())
+            result = await one_request(client, model, request.prompt, request.max_tokens)
             bar.update()
             return result
 
-        start = time.perf_counter()
-        tasks = []
-        for _ in range(args.num_requests):
-            length = source.randint(*args.input_len)
-            prompt = [source.randrange(vocab_size) for _ in range(length)]
-            tasks.append(asyncio.create_task(counted(prompt, source.randint(*args.output_len))))
-            await asyncio.sleep(source.expovariate(args.rate) if args.rate else 0)
-        results = await asyncio.gather(*tasks)
+        results = await asyncio.gather(*map(counted, requests))
         seconds = time.perf_counter() - start
         bar.close()
     return list(results), seconds
+
+
+def random_requests(args: argparse.Namespace, vocab_size: int) -> list[Request]:
+    source = random.Random(args.seed)
+    requests, arrival = [], 0.0
+    for _ in range(args.num_requests):
+        length = source.randint(*args.input_len)
+        prompt = [source.randrange(vocab_size) for _ in range(length)]
+        requests.append(Request(prompt, source.randint(*args.output_len), arrival))
+        arrival += source.expovariate(args.rate) if args.rate else 0.0
+    return requests
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -127,7 +137,8 @@ def main() -> None:
     dtype = EngineConfig(model=args.model, dtype=args.dtype).resolve(config).dtype
     cost = ModelCost.of(config, dtype)
     machine = measure_machine(getattr(torch, dtype))
-    results, seconds = asyncio.run(run(args, config.vocab_size))
+    requests = random_requests(args, config.vocab_size)
+    results, seconds = asyncio.run(send(args.url, requests, args.api_key, progress=True))
 
     good = [result for result in results if "error" not in result]
     errors = [result["error"] for result in results if "error" in result]
