@@ -144,15 +144,18 @@ void AttentionItems::cut_rows(const Sequence& sequence, int32_t row_end, RangeSp
   }
 }
 
-// For every KV head; of larger items, for every range. Rows with more than one get records.
+// For every KV head; larger items in parts of some ranges. Rows with more than one get records.
 void AttentionItems::add_items() {
   items_.clear();
   num_records_ = 0;
   total_cost_ = 0;
   for (const Cut& part : cuts_) total_cost_ += cost(part.item) * params_->num_kv_heads;
+  const int64_t most = total_cost_ / kMinItems;
   for (const auto& [whole, is_part] : cuts_) {
-    const bool is_large = cost(whole) * kMinItems > total_cost_;
-    const int32_t step = is_large ? 1 : std::max(1, whole.ranges.end - whole.ranges.begin);
+    const int64_t range_cost = kRangeLoadRows + whole.row_end - whole.row_begin;
+    const int64_t num_ranges = whole.ranges.end - whole.ranges.begin;
+    const auto step =
+        static_cast<int32_t>(std::max<int64_t>(1, std::min(most / range_cost, num_ranges)));
     AttentionItem item = whole;
     do {
       item.ranges.end = std::min(item.ranges.begin + step, whole.ranges.end);
@@ -161,7 +164,7 @@ void AttentionItems::add_items() {
       }
       item.ranges.begin = item.ranges.end;
     } while (item.ranges.begin < whole.ranges.end);
-    if (!is_part && whole.ranges.end - whole.ranges.begin <= step) continue;
+    if (!is_part && num_ranges <= step) continue;
     for (int32_t i = whole.row_begin; i < whole.row_end; ++i) {
       if (rows_[i].record >= 0) continue;
       rows_[i].record = num_records_;

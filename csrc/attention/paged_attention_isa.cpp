@@ -116,7 +116,7 @@ class ItemRun {
   void add_values(const Strips<Stored>& values, const Strips<char>& ahead, const Spans& spans,
                   float* records) const;
   float finish_scores(int row, int64_t start, int begin, int end) const;
-  void softmax_rows(int first_row, int rows, int64_t start, const Spans& spans,
+  void softmax_rows(int first_row, int rows, int64_t start, const Spans& spans, Fetch& fetch,
                     float* records) const;
 
   int64_t seen_begin(int64_t position) const {
@@ -235,11 +235,13 @@ float ItemRun<T>::finish_scores(int row, int64_t start, int begin, int end) cons
 // step for all rows, without a branch on a maximum, so that the rows' latencies overlap.
 template <typename T>
 void ItemRun<T>::softmax_rows(int first_row, int rows, int64_t start, const Spans& spans,
-                              float* records) const {
+                              Fetch& fetch, float* records) const {
+  const int fetch_lines = fetch.num_strips * fetch.strip_lines / (2 * num_rows_) + 1;
   constexpr int kLanes = (kMaxBlockRows + kWidth - 1) / kWidth * kWidth;
   float shift[kLanes], keep[kLanes] = {};
   for (int i = 0; i < rows; ++i) {
     const int row = first_row + i;
+    Fetch::lines(fetch, fetch_lines);
     float& maximum = maximum_of(row_of(records, row), head_size_);
     const float old = maximum;
     const float highest = finish_scores(row, start, spans.begin[row], spans.end[row]);
@@ -251,6 +253,7 @@ void ItemRun<T>::softmax_rows(int first_row, int rows, int64_t start, const Span
   for (int i = 0; i < rows; i += kWidth) store(keep + i, exp_of_negative(load(keep + i)));
   for (int i = 0; i < rows; ++i) {
     const int row = first_row + i;
+    Fetch::lines(fetch, fetch_lines);
     float* scores = scores_ + row * kTileTokens;
     FloatVec sum = zero();
     for (int t = spans.begin[row] / kWidth * kWidth; t < spans.end[row]; t += kWidth) {
@@ -272,6 +275,7 @@ void ItemRun<T>::score_rows(const typename Keys<Stored>::Query* query, const Str
                             Spans& spans, float* records) const {
   const int num_words = head_size_ / kWordElements<Stored>;
   const int block = rows_of_block(num_rows_);
+  Fetch fetch{ahead.at + 2, 2, num_words_};
   for (int row = 0; row < num_rows_; row += block) {
     const int rows = min_int(block, num_rows_ - row);
     multiply_keys(rows, query + row * num_words * Keys<Stored>::kParts, num_words, keys, ahead,
@@ -280,7 +284,7 @@ void ItemRun<T>::score_rows(const typename Keys<Stored>::Query* query, const Str
       spans.begin[r] = clamp_to_tile(seen_begin(rows_[r].position) - start);
       spans.end[r] = clamp_to_tile(int64_t{rows_[r].position} + 1 - start);
     }
-    softmax_rows(row, rows, start, spans, records);
+    softmax_rows(row, rows, start, spans, fetch, records);
   }
 }
 

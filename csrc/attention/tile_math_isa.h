@@ -53,6 +53,23 @@ VL_SIMD Strips<char> lines_of(const Strips<T>& strips) {
 
 VL_SIMD void prefetch(const char* line) { __builtin_prefetch(line); }
 
+// Lines of some strips in turn, fetched a few at a time.
+struct Fetch {
+  const char* const* strips;
+  int num_strips;
+  int strip_lines;
+  int strip = 0, line = 0;
+  VL_SIMD void lines(Fetch& fetch, int count) {
+    for (; count > 0 && fetch.strip < fetch.num_strips; --count) {
+      prefetch(fetch.strips[fetch.strip] + fetch.line * 64);
+      if (++fetch.line == fetch.strip_lines) {
+        fetch.line = 0;
+        ++fetch.strip;
+      }
+    }
+  }
+};
+
 // ---- scores
 
 // How keys of type T are multiplied: a word of the layout holds kParts elements, each of which
@@ -126,13 +143,13 @@ __attribute__((noinline)) void score_block(const typename Keys<T>::Query* query,
   for (int v = 0; v < kVecs; ++v) {
     const int vec = first_vec + v;
     columns[v] = keys.at[vec / kStripVecs] + vec % kStripVecs * kWidth * kWordElements<T>;
-    lines[v] = ahead.at[vec / kStripVecs];
+    lines[v] = ahead.at[vec / kStripVecs / 2];
   }
   FloatVec sums[kRows][kVecs] = {};
 #pragma GCC unroll 1
   for (int word = 0; word < num_words; ++word) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVecs; v += kStripVecs) prefetch(lines[v] + word * 64);
+    for (int v = 0; v < kVecs; v += 2 * kStripVecs) prefetch(lines[v] + word * 64);
 #pragma GCC unroll 2
     for (int part = 0; part < Keys<T>::kParts; ++part) {
       typename Keys<T>::Part column[kVecs];
