@@ -25,7 +25,7 @@ constexpr int kMaxBlockRows = kWidth == 16 ? 8 : 6;
 constexpr int kMaxBlockVecs = 4;
 constexpr int block_vecs(int rows) {
   if (kWidth == 16) return rows <= 6 ? 4 : 2;
-  return rows <= 3 ? 4 : 2;
+  return rows <= 2 ? 4 : 2;
 }
 
 // Rows of each block but the last: equal parts.
