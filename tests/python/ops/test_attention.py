@@ -115,12 +115,14 @@ def run(
     num_multiprocessors: int = 132,
     plan_window: int | None = None,
     fp8_scales: tuple[float, float] | None = None,
+    share_blocks: bool = False,
 ) -> list[torch.Tensor]:
     """Stores the sequences into a cache of shuffled blocks and attends; one result per sequence.
 
     Slots without a token, and blocks that have fallen out of the window, hold ``unused``.
     num_multiprocessors, plan_window: what a CUDA back end's plan is made for; by default, an H200
-    and the window. fp8_scales: the cache is FP8, and these are k_scale and v_scale.
+    and the window. fp8_scales: the cache is FP8, and these are k_scale and v_scale. share_blocks:
+    as after hits in the prefix cache, whole blocks that sequences begin with are stored once.
     """
     _, num_kv_heads, head_size = sequences[0].key.shape
     dtype = sequences[0].key.dtype
@@ -132,9 +134,14 @@ def run(
     rows = torch.randperm(max_rows, generator=generator)[: len(sequences)].int()
     block_tables = torch.full((max_rows, max([*num_blocks, 1]) + 1), 2**30, dtype=torch.int32)
     used = 0
+    known: dict[bytes, torch.Tensor] = {}  # of a prefix's bytes, its last block
     for row, sequence, count in zip(rows.tolist(), sequences, num_blocks, strict=True):
-        blocks = order[used : used + count]
+        blocks = order[used : used + count].clone()
         used += count
+        for end in range(block_size, len(sequence.key) + 1, block_size) if share_blocks else ():
+            prefix = torch.stack([sequence.key[:end], sequence.value[:end]]).view(torch.uint8)
+            block = blocks[end // block_size - 1]
+            block.copy_(known.setdefault(prefix.numpy().tobytes(), block.clone()))
         block_tables[row, :count] = blocks
         tokens = torch.arange(len(sequence.key))
         block, offset = blocks[tokens // block_size].long(), tokens % block_size
@@ -346,6 +353,14 @@ def test_indices_outside_their_tensors_are_refused(
         attend_with(**changes)
 
 
+def test_a_block_size_without_the_cpu_layout_is_refused(isa: str) -> None:
+    out, zero = torch.ones(1, 1, 64), torch.zeros(1, dtype=torch.int32)
+    cache, start = torch.ones(5, 2, 1, 24, 64), torch.tensor([0, 1], dtype=torch.int32)
+    message = "paged_attention: on CPU block_size must be a multiple of 16, not 24"
+    with pytest.raises(RuntimeError, match=message):
+        ops.paged_attention(out, out, cache, zero.view(1, 1), zero, start, zero + 1, 1.0)
+
+
 # ---- contract "row" -----------------------------------------------------------------------------
 
 ROW_OPTIONS: dict[str, dict[str, Any]] = {
@@ -407,6 +422,52 @@ def test_company_placement_and_threads_do_not_change_a_bit(
         alone = run([sequences[i]], row_options, block_size, seed, unused)[0]
         assert torch.equal(alone, together[i])
     for a, b in zip(run(sequences, row_options, 16, seed=5), together, strict=True):
+        assert torch.equal(a, b)
+
+
+# ---- shared prefixes
+
+
+def share(sequences: list[Sequence], like: int, tokens: int, others: list[int]) -> None:
+    """Gives ``others`` the first ``tokens`` of a sequence's keys and values."""
+    for other in others:
+        for name in ("key", "value"):
+            getattr(sequences[other], name)[:tokens] = getattr(sequences[like], name)[:tokens]
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_shared_prefix_does_not_change_a_bit(
+    threads: int, group: int, block_size: int, dtype: torch.dtype, back_end: str
+) -> None:
+    """Blocks of a prefix that several sequences' tables name, or the same content in their own."""
+    # (query tokens, tokens); a tree of prefixes: 1024 of 0-5, 1536 of 2-5, more than has been
+    # stored whole of 4 and 5, which are one prompt; 6 and 7 have another; 8-10 have none.
+    lengths = [(1, 1100), (1, 1025), (1, 1700), (40, 1800), (1, 1601), (5, 1601), (1, 600), (1, 513)]
+    lengths += [(1, 300), (0, 600), (70, 70)]
+    sequences = make_sequences(lengths, 2, group, 64, dtype)
+    share(sequences, 0, 1024, [1, 2, 3, 4, 5])
+    share(sequences, 2, 1536, [3, 4, 5])
+    share(sequences, 4, 1600, [5])
+    share(sequences, 6, 512, [7])
+    # In the order of the batch, sequences with the same prefix are not neighbours.
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(group)).tolist()
+    sequences = [sequences[i] for i in order]
+    ops.set_num_threads(threads)
+    apart = run(sequences, options_for(64), block_size)
+    shared = run(sequences, options_for(64), block_size, share_blocks=True)
+    for a, b in zip(shared, apart, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_shared_prefix_with_a_window_does_not_change_a_bit(
+    row_options: Options, back_end: str
+) -> None:
+    sequences = make_sequences([(1, 900), (3, 700), (1, 520)], 2, 3, 64, torch.bfloat16)
+    share(sequences, 0, 512, [1, 2])
+    apart = run(sequences, row_options, 16)
+    for a, b in zip(run(sequences, row_options, 16, share_blocks=True), apart, strict=True):
         assert torch.equal(a, b)
 
 
