@@ -1,5 +1,6 @@
 #include <string>
 
+#include "cache/kv_layout_cpu.h"
 #include "cache/store_kv.h"
 #include "core/check.h"
 
@@ -8,6 +9,10 @@ namespace vllm_lite {
 void store_kv_cpu(const StoreKvParams& params) {
   VL_CHECK(params.cache_dtype == params.dtype,
            "store_kv: a float8 KV cache needs CUDA; on CPU it must have the model's dtype");
+  VL_CHECK(has_cpu_kv_layout(params.block_size, params.head_size),
+           "store_kv: on CPU block_size must be a multiple of " + std::to_string(kStripTokens) +
+               " and head_size even, not " + std::to_string(params.block_size) + " and " +
+               std::to_string(params.head_size));
   // Before the first store, so that a bad mapping changes nothing.
   const int64_t num_slots = params.num_blocks * params.block_size;
   for (int32_t token = 0; token < params.num_tokens; ++token) {

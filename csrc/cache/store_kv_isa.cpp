@@ -1,3 +1,4 @@
+#include "cache/kv_layout_cpu.h"
 #include "cache/store_kv.h"
 #include "core/parallel_for.h"
 #include "core/simd.h"
@@ -20,6 +21,13 @@ VL_SIMD void copy_row(char* out, const char* in, int64_t bytes) {
   if (i < bytes) __builtin_memcpy(out + i, in + i, bytes - i);
 }
 
+// The row's words into a token's place in its strip.
+VL_SIMD void scatter_words(char* out, const char* in, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += kKeyWordBytes) {
+    __builtin_memcpy(out + i * kStripTokens, in + i, kKeyWordBytes);
+  }
+}
+
 }  // namespace
 
 void store_kv(const StoreKvParams& params) {
@@ -33,15 +41,18 @@ void store_kv(const StoreKvParams& params) {
       const int64_t slot = params.slot_mapping[token];
       if (slot < 0) continue;
       const int64_t block = slot / params.block_size, offset = slot % params.block_size;
-      char* out =
-          static_cast<char*>(params.kv_cache) + 2 * block * half_block_bytes + offset * row_bytes;
+      const int64_t lane = offset % kStripTokens, strip_begin = offset - lane;
+      char* const keys = static_cast<char*>(params.kv_cache) + 2 * block * half_block_bytes +
+                         strip_begin * row_bytes + lane * kKeyWordBytes;
+      char* const values = static_cast<char*>(params.kv_cache) +
+                           (2 * block + 1) * half_block_bytes + offset * row_bytes;
       const char* key =
           static_cast<const char*>(params.key) + token * params.key_token_stride * element_bytes;
       const char* value = static_cast<const char*>(params.value) +
                           token * params.value_token_stride * element_bytes;
       for (int32_t head = 0; head < params.num_kv_heads; ++head) {
-        copy_row(out + head * head_bytes, key + head * row_bytes, row_bytes);
-        copy_row(out + half_block_bytes + head * head_bytes, value + head * row_bytes, row_bytes);
+        scatter_words(keys + head * head_bytes, key + head * row_bytes, row_bytes);
+        copy_row(values + head * head_bytes, value + head * row_bytes, row_bytes);
       }
     }
   });

@@ -71,6 +71,28 @@ VL_SIMD IntLanes lane_index() {
 #endif
 }
 
+// GCC would extend the halves of the vector apart and join them.
+VL_SIMD IntLanes zero_extend(HalfLanes a) {
+#if defined(VL_ISA_avx512)
+  return (IntLanes)_mm512_maskz_cvtepu16_epi32(kAllLanes, (__m256i)a);
+#elif defined(VL_ISA_avx2)
+  return (IntLanes)_mm256_cvtepu16_epi32((__m128i)a);
+#else
+  return __builtin_convertvector(a, IntLanes);
+#endif
+}
+
+// Has the compiler hold a value that is used several times in a register, where it would rather
+// load it anew each time.
+template <typename Lanes>
+VL_SIMD void keep_in_register([[maybe_unused]] Lanes& a) {
+#if defined(VL_ISA_avx512)
+  asm("" : "+v"(a));
+#elif defined(VL_ISA_avx2)
+  asm("" : "+x"(a));
+#endif
+}
+
 VL_SIMD FloatVec from_int(IntLanes a) { return {__builtin_convertvector(a, FloatLanes)}; }
 
 // mask lanes are 0 or -1, as comparisons of lanes give them.
@@ -240,7 +262,7 @@ VL_SIMD void store(float* p, FloatVec a) { __builtin_memcpy(p, &a.v, sizeof(a.v)
 VL_SIMD FloatVec load(const BFloat16* p) {
   HalfLanes halves;
   __builtin_memcpy(&halves, p, sizeof(halves));
-  return from_bits(__builtin_convertvector(halves, IntLanes) << 16);
+  return from_bits(zero_extend(halves) << 16);
 }
 // The lower and upper element of each lane of 32 bits that holds two.
 VL_SIMD FloatVec widen_lower(IntLanes pairs, BFloat16) { return from_bits(pairs << 16); }
@@ -336,10 +358,12 @@ VL_PARTIAL_OF_HALVES(Float16)
 // ---- exponentials
 
 struct ReducedExp {
-  FloatVec tail;    // e^r - 1, |r| <= ln(2)/2
-  FloatVec scale1;  // scale1 * scale2 = 2^n, each of them a normal number
-  FloatVec scale2;
+  FloatVec tail;  // e^r - 1, |r| <= ln(2)/2
+  IntLanes n;
 };
+
+// 2^n, which must be a normal number.
+VL_SIMD FloatVec power_of_two(IntLanes n) { return from_bits((n + 127) << 23); }
 
 // e^x = 2^n (1 + tail), for x in [-87.34, 89] or NaN. The polynomial is minimax for (e^r - 1 - r) /
 // r^2; its error is 0.05 units in the last place of e^r.
@@ -357,17 +381,28 @@ VL_SIMD ReducedExp reduce_exp(FloatVec x) {
   q = fma(q, r, broadcast(4.166839080e-02f));
   q = fma(q, r, broadcast(1.666652040e-01f));
   q = fma(q, r, broadcast(4.999999343e-01f));
-  const IntLanes n1 = n_int >> 1, n2 = n_int - n1;
-  return {fma(q, mul(r, r), r), from_bits((n1 + 127) << 23), from_bits((n2 + 127) << 23)};
+  return {fma(q, mul(r, r), r), n_int};
 }
 
+// What would be subnormal (x < -87.33655) is 0.
+constexpr float kLowestExp = -87.33654f;
+
 // e^x within 2 units in the last place. exp(0) is 1, exp(-inf) 0, exp(NaN) NaN, over 88.72
-// infinity; what would be subnormal (x < -87.33655) is 0.
+// infinity.
 VL_SIMD FloatVec exp(FloatVec x) {
-  const FloatVec lowest = broadcast(-87.33654f);
+  const FloatVec lowest = broadcast(kLowestExp);
   const ReducedExp e = reduce_exp(min(broadcast(89.0f), max(lowest, x)));
-  const FloatVec result = mul(mul(add(e.tail, broadcast(1.0f)), e.scale1), e.scale2);
+  // 2^n may be more than the largest number.
+  const IntLanes half = e.n >> 1;
+  const FloatVec result =
+      mul(mul(add(e.tail, broadcast(1.0f)), power_of_two(half)), power_of_two(e.n - half));
   return select(x.v < lowest.v, zero(), result);
+}
+// The same bits as exp(x), for x <= 0 or NaN.
+VL_SIMD FloatVec exp_of_negative(FloatVec x) {
+  const FloatVec lowest = broadcast(kLowestExp);
+  const ReducedExp e = reduce_exp(max(lowest, x));
+  return select(x.v < lowest.v, zero(), mul(add(e.tail, broadcast(1.0f)), power_of_two(e.n)));
 }
 VL_SIMD float exp(float x) { return exp(broadcast(x)).v[0]; }
 
@@ -375,7 +410,7 @@ VL_SIMD float exp(float x) { return exp(broadcast(x)).v[0]; }
 VL_SIMD FloatVec tanh(FloatVec x) {
   const FloatVec y = max(broadcast(-80.0f), mul(abs(x), broadcast(-2.0f)));
   const ReducedExp e = reduce_exp(y);
-  const FloatVec two_n = mul(e.scale1, e.scale2);
+  const FloatVec two_n = power_of_two(e.n);
   const FloatVec minus_one = fma(two_n, e.tail, sub(two_n, broadcast(1.0f)));
   const FloatVec magnitude = div(sub(zero(), minus_one), add(minus_one, broadcast(2.0f)));
   return from_bits(bits_of(magnitude) | (bits_of(x) & static_cast<int32_t>(0x80000000u)));

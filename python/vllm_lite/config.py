@@ -19,6 +19,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 # used.
 DEFAULT_KV_CACHE_MEMORY = 1 << 30
 
+# The CPU's kernels store keys in vectors of so many tokens (csrc/cache/kv_layout_cpu.h).
+CPU_BLOCK_TOKENS = 16
+
 _NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second under WSL
 
 _INT32_MAX = 2**31 - 1
@@ -61,7 +64,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_num_batched_tokens: int = 2048
     max_num_waiting: int = 4096  # sequences in the waiting queue; more are refused with 429
     max_chunk_tokens: int = 0  # tokens of one sequence in one step; 0: only the budget limits it
-    block_size: int = 16  # tokens in a KV block
+    block_size: int = 16  # tokens in a KV block: a power of two, on the CPU at least 16
     # Bytes; None: DEFAULT_KV_CACHE_MEMORY on the CPU, what the worker finds free on a GPU.
     kv_cache_memory: int | None = None
     kv_cache_dtype: KvCacheDTypeName = "auto"  # auto: the dtype; fp8: float8_e4m3fn, on CUDA alone
@@ -148,6 +151,11 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"kv_cache_dtype {self.kv_cache_dtype} is not supported on the CPU: use "
                 "--kv-cache-dtype auto, or --device cuda"
+            )
+        if device == "cpu" and self.block_size % CPU_BLOCK_TOKENS:
+            raise ValueError(
+                f"block_size {self.block_size} is not supported on the CPU: use a multiple of "
+                f"{CPU_BLOCK_TOKENS}, or --device cuda"
             )
         block_bytes = (
             2 * model.num_layers * model.num_kv_heads * self.block_size * model.head_size

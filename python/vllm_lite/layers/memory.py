@@ -1,4 +1,4 @@
-"""Memory of the weights."""
+"""Memory of the weights and, on the CPU, of the KV cache."""
 
 import contextlib
 import mmap
@@ -57,11 +57,12 @@ class WeightMemory:
 
     def _new_chunk(self, num_bytes: int) -> torch.Tensor:
         if self.device.type == "cpu":
-            return _map(num_bytes)
+            return map_memory(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
 
-def _map(num_bytes: int) -> torch.Tensor:
+def map_memory(num_bytes: int) -> torch.Tensor:
+    """uint8 ``[num_bytes]`` on the CPU, in huge pages where the system has them."""
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them

@@ -19,7 +19,7 @@ from vllm_lite.worker.worker import Worker
 
 PROMPTS = ["The quick", "def f(x):", "Größe", "東京", "lazy dog, and", "it is", "12345", "café"]
 # A pool in which about three sequences fit, so that running ones are preempted.
-SMALL_POOL = {"max_model_len": 64, "block_size": 4, "kv_cache_memory": 20 * block_bytes(4)}
+SMALL_POOL = {"max_model_len": 64, "block_size": 16, "kv_cache_memory": 5 * block_bytes(16)}
 
 
 def params_of(index: int) -> SamplingParams:

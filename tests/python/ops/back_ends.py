@@ -20,8 +20,8 @@ CUDA_BACK_ENDS = ("cuda_on_host", "cuda")
 CUDA_PARAMS: list[Any] = ["cuda_on_host"]
 if torch.cuda.is_available():
     CUDA_PARAMS.append(pytest.param("cuda", marks=pytest.mark.cuda))
-# Of the sets beyond AVX-512 all ops but linear use AVX-512's kernels.
-CPU_PARAMS = ops.cpu_isas()[:3]
+# With AMX all ops but linear use the kernels of the sets before it.
+CPU_PARAMS = [isa for isa in ops.cpu_isas() if isa != "amx"]
 PARAMS = [*CPU_PARAMS, *CUDA_PARAMS]
 
 

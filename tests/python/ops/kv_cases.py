@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
+from ops.back_ends import runs_cuda_kernels
+from ops.kv_layout import as_plain, as_stored
 from ops.op_table import (
     Result,
     make_cases,
@@ -14,7 +17,7 @@ from ops.op_table import (
 )
 from vllm_lite import ops
 
-BLOCK_SIZE, NUM_BLOCKS = 8, 12
+BLOCK_SIZE, NUM_BLOCKS = 16, 12
 
 
 def random_slots(generator: torch.Generator, tokens: int) -> torch.Tensor:
@@ -41,6 +44,8 @@ def store_kv_case(
     """key and value are views into a fused row."""
 
     def run(generator: torch.Generator, dtype: torch.dtype) -> Result:
+        if head_size % 2 and not runs_cuda_kernels():
+            pytest.skip("the CPU stores keys in pairs of elements")
         fused = normal(generator, dtype, tokens, 3 * heads, head_size)
         if unaligned:
             fused = shifted(fused)
@@ -48,8 +53,9 @@ def store_kv_case(
         cache = normal(generator, dtype, NUM_BLOCKS, 2, heads, BLOCK_SIZE, head_size)
         slots = random_slots(generator, tokens)
         expected = stored(cache, slots, key, value)
+        cache = as_stored(cache)
         ops.store_kv(key, value, cache, slots)
-        return Result({"cache": cache}, {"cache": expected}, exact=True)
+        return Result({"cache": as_plain(cache)}, {"cache": expected}, exact=True)
 
     return run
 
@@ -86,8 +92,9 @@ def rope_store_kv_case(
             "cache": stored(cache, slots, rope_reference(key, table, positions), value.double()),
             "value": value.double(),
         }
+        cache = as_stored(cache)
         ops.rope_store_kv(query, key, value, positions, table, cache, slots)
-        return Result({"query": query, "cache": cache, "value": value}, expected)
+        return Result({"query": query, "cache": as_plain(cache), "value": value}, expected)
 
     return run
 

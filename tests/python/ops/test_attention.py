@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ops.back_ends import CUDA_BACK_ENDS, make_plan
+from ops.kv_layout import as_plain, as_stored
 from vllm_lite import ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -114,12 +115,14 @@ def run(
     num_multiprocessors: int = 132,
     plan_window: int | None = None,
     fp8_scales: tuple[float, float] | None = None,
+    share_blocks: bool = False,
 ) -> list[torch.Tensor]:
     """Stores the sequences into a cache of shuffled blocks and attends; one result per sequence.
 
     Slots without a token, and blocks that have fallen out of the window, hold ``unused``.
     num_multiprocessors, plan_window: what a CUDA back end's plan is made for; by default, an H200
-    and the window. fp8_scales: the cache is FP8, and these are k_scale and v_scale.
+    and the window. fp8_scales: the cache is FP8, and these are k_scale and v_scale. share_blocks:
+    as after hits in the prefix cache, whole blocks that sequences begin with are stored once.
     """
     _, num_kv_heads, head_size = sequences[0].key.shape
     dtype = sequences[0].key.dtype
@@ -131,9 +134,14 @@ def run(
     rows = torch.randperm(max_rows, generator=generator)[: len(sequences)].int()
     block_tables = torch.full((max_rows, max([*num_blocks, 1]) + 1), 2**30, dtype=torch.int32)
     used = 0
+    known: dict[bytes, torch.Tensor] = {}  # of a prefix's bytes, its last block
     for row, sequence, count in zip(rows.tolist(), sequences, num_blocks, strict=True):
-        blocks = order[used : used + count]
+        blocks = order[used : used + count].clone()
         used += count
+        for end in range(block_size, len(sequence.key) + 1, block_size) if share_blocks else ():
+            prefix = torch.stack([sequence.key[:end], sequence.value[:end]]).view(torch.uint8)
+            block = blocks[end // block_size - 1]
+            block.copy_(known.setdefault(prefix.numpy().tobytes(), block.clone()))
         block_tables[row, :count] = blocks
         tokens = torch.arange(len(sequence.key))
         block, offset = blocks[tokens // block_size].long(), tokens % block_size
@@ -144,6 +152,7 @@ def run(
             for block in range(max(0, first_seen) // block_size):
                 kv_cache[block_tables[row, block]] = unused
                 block_tables[row, block] = 2**30
+    kv_cache = as_stored(kv_cache)
     # query and out are views into wider rows, as a fused qkv projection leaves them.
     query = torch.cat([s.query for s in sequences])
     heads = query.shape[1]
@@ -194,7 +203,7 @@ def test_head_sizes_and_dtypes(head_size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("block_size", [8, 16, 20, 32, 128])
+@pytest.mark.parametrize("block_size", [16, 32, 48, 64, 256])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 def test_groups_block_sizes_and_mixes(
     group: int, block_size: int, mix: str, widest: torch.dtype
@@ -344,6 +353,14 @@ def test_indices_outside_their_tensors_are_refused(
         attend_with(**changes)
 
 
+def test_a_block_size_without_the_cpu_layout_is_refused(isa: str) -> None:
+    out, zero = torch.ones(1, 1, 64), torch.zeros(1, dtype=torch.int32)
+    cache, start = torch.ones(5, 2, 1, 24, 64), torch.tensor([0, 1], dtype=torch.int32)
+    message = "paged_attention: on CPU block_size must be a multiple of 16, not 24"
+    with pytest.raises(RuntimeError, match=message):
+        ops.paged_attention(out, out, cache, zero.view(1, 1), zero, start, zero + 1, 1.0)
+
+
 # ---- contract "row" -----------------------------------------------------------------------------
 
 ROW_OPTIONS: dict[str, dict[str, Any]] = {
@@ -399,12 +416,58 @@ def test_company_placement_and_threads_do_not_change_a_bit(
     sequences = make_sequences(lengths, 2, 3, 64, torch.bfloat16)
     together = run(sequences, row_options, 16, seed=1)
     ops.set_num_threads(threads)
-    placements = [(16, 2, math.nan), (8, 3, 1.0), (32, 4, math.inf)]
+    placements = [(16, 2, math.nan), (48, 3, 1.0), (32, 4, math.inf)]
     for i in range(7):
         block_size, seed, unused = placements[(i + threads) % 3]
         alone = run([sequences[i]], row_options, block_size, seed, unused)[0]
         assert torch.equal(alone, together[i])
     for a, b in zip(run(sequences, row_options, 16, seed=5), together, strict=True):
+        assert torch.equal(a, b)
+
+
+# ---- shared prefixes
+
+
+def share(sequences: list[Sequence], like: int, tokens: int, others: list[int]) -> None:
+    """Gives ``others`` the first ``tokens`` of a sequence's keys and values."""
+    for other in others:
+        for name in ("key", "value"):
+            getattr(sequences[other], name)[:tokens] = getattr(sequences[like], name)[:tokens]
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_shared_prefix_does_not_change_a_bit(
+    threads: int, group: int, block_size: int, dtype: torch.dtype, back_end: str
+) -> None:
+    """Blocks of a prefix that several sequences' tables name, or the same content in their own."""
+    # (query tokens, tokens); a tree of prefixes: 1024 of 0-5, 1536 of 2-5, more than has been
+    # stored whole of 4 and 5, which are one prompt; 6 and 7 have another; 8-10 have none.
+    lengths = [(1, 1100), (1, 1025), (1, 1700), (40, 1800), (1, 1601), (5, 1601), (1, 600), (1, 513)]
+    lengths += [(1, 300), (0, 600), (70, 70)]
+    sequences = make_sequences(lengths, 2, group, 64, dtype)
+    share(sequences, 0, 1024, [1, 2, 3, 4, 5])
+    share(sequences, 2, 1536, [3, 4, 5])
+    share(sequences, 4, 1600, [5])
+    share(sequences, 6, 512, [7])
+    # In the order of the batch, sequences with the same prefix are not neighbours.
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(group)).tolist()
+    sequences = [sequences[i] for i in order]
+    ops.set_num_threads(threads)
+    apart = run(sequences, options_for(64), block_size)
+    shared = run(sequences, options_for(64), block_size, share_blocks=True)
+    for a, b in zip(shared, apart, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_shared_prefix_with_a_window_does_not_change_a_bit(
+    row_options: Options, back_end: str
+) -> None:
+    sequences = make_sequences([(1, 900), (3, 700), (1, 520)], 2, 3, 64, torch.bfloat16)
+    share(sequences, 0, 512, [1, 2])
+    apart = run(sequences, row_options, 16)
+    for a, b in zip(run(sequences, row_options, 16, share_blocks=True), apart, strict=True):
         assert torch.equal(a, b)
 
 
@@ -433,7 +496,7 @@ def test_a_nan_that_a_row_sees_is_not_hidden(widest: torch.dtype) -> None:
 def test_store_kv_fills_its_slots_and_no_other(
     head_size: int, dtype: torch.dtype, isa: str
 ) -> None:
-    heads, block_size = 3, 8
+    heads, block_size = 3, 32
     fused = torch.randn(700, 4 * heads, head_size).to(dtype)
     key, value = fused[:, heads : 2 * heads], fused[:, 3 * heads :]
     kv_cache = torch.randn(100, 2, heads, block_size, head_size).to(dtype)
@@ -444,14 +507,15 @@ def test_store_kv_fills_its_slots_and_no_other(
     block, offset = slots[stored] // block_size, slots[stored] % block_size
     expected[block, 0, :, offset] = key[stored]
     expected[block, 1, :, offset] = value[stored]
+    kv_cache = as_stored(kv_cache)
     ops.store_kv(key, value, kv_cache, slots)
-    assert torch.equal(kv_cache, expected)
+    assert torch.equal(as_plain(kv_cache), expected)
 
 
 @pytest.mark.parametrize("slot", [800, 2**40])
 def test_store_kv_refuses_a_slot_outside_the_cache_and_stores_nothing(slot: int, isa: str) -> None:
     key = torch.randn(600, 3, 64)
-    kv_cache = torch.randn(100, 2, 3, 8, 64)
+    kv_cache = torch.randn(50, 2, 3, 16, 64)
     before = kv_cache.clone()
     slots = torch.arange(600)
     slots[599] = slot
@@ -461,7 +525,7 @@ def test_store_kv_refuses_a_slot_outside_the_cache_and_stores_nothing(slot: int,
     assert torch.equal(kv_cache, before)
     slots[599] = 799
     ops.store_kv(key, key, kv_cache, slots)
-    assert torch.equal(kv_cache[99, :, :, 7], key[599].expand(2, 3, 64))
+    assert torch.equal(as_plain(kv_cache)[49, :, :, 15], key[599].expand(2, 3, 64))
 
 
 def test_copy_blocks_copies_in_every_layer_in_the_order_of_the_list(isa: str) -> None:

@@ -7,6 +7,7 @@ from ops.op_table import FLOAT_DTYPES, normal, rotary_table
 from vllm_lite import ops
 
 FLOAT8 = torch.float8_e4m3fn
+BLOCK_SIZE = 16
 
 
 def kv(dtype: torch.dtype, tokens: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -16,7 +17,7 @@ def kv(dtype: torch.dtype, tokens: int, head_size: int) -> tuple[torch.Tensor, t
 
 
 def empty_cache(dtype: torch.dtype, head_size: int) -> torch.Tensor:
-    return torch.full((5, 2, 3, 8, head_size), 7.0).to(dtype)
+    return torch.full((5, 2, 3, BLOCK_SIZE, head_size), 7.0).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -27,7 +28,7 @@ def test_a_float8_cache_holds_scaled_and_saturated_values(
     key, value = kv(dtype, 20, head_size)
     key[3, 1], value[4, 2] = 3000.0, -3000.0
     key[5, 0, 7] = float("nan")
-    slots = torch.randperm(40)[:20]
+    slots = torch.randperm(5 * BLOCK_SIZE)[:20]
     slots[2] = -1
     cache = empty_cache(FLOAT8, head_size)
     expected = cache.clone()
@@ -36,7 +37,7 @@ def test_a_float8_cache_holds_scaled_and_saturated_values(
             continue
         for half, (x, scale) in enumerate(((key, 0.5), (value, 0.03))):
             scaled = (x[token].float() / torch.tensor(scale)).clamp(-448, 448)
-            expected[slot // 8, half, :, slot % 8] = scaled.to(FLOAT8)
+            expected[slot // BLOCK_SIZE, half, :, slot % BLOCK_SIZE] = scaled.to(FLOAT8)
     ops.store_kv(key, value, cache, slots, k_scale=0.5, v_scale=0.03)
     assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
 
@@ -45,6 +46,20 @@ def test_a_float8_cache_is_refused_on_cpu() -> None:
     key, value = kv(torch.bfloat16, 2, 64)
     with pytest.raises(RuntimeError, match="store_kv: a float8 KV cache needs CUDA"):
         ops.store_kv(key, value, empty_cache(FLOAT8, 64), torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_size", "message"),
+    [(24, 64, "multiple of 16 .*, not 24 and 64"), (16, 21, ".* head_size even, not 16 and 21")],
+)
+def test_a_cache_without_the_cpu_layout_is_refused(
+    block_size: int, head_size: int, message: str, isa: str
+) -> None:
+    key, value = kv(torch.float32, 2, head_size)
+    cache = torch.zeros(2, 2, 3, block_size, head_size)
+    with pytest.raises(RuntimeError, match=f"store_kv: on CPU block_size must be a {message}"):
+        ops.store_kv(key, value, cache, torch.tensor([0, 1]))
+    assert cache.eq(0).all()
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
@@ -60,7 +75,7 @@ def check_fused(
     key, value = kv(dtype, 30, head_size)
     query = torch.cat([key + 1, value], 1)
     table, positions = rotary_table(64, rotary_size), torch.arange(30, dtype=torch.int32) * 2
-    slots = torch.randperm(40)[:30]
+    slots = torch.randperm(5 * BLOCK_SIZE)[:30]
     slots[4], slots[29] = -1, -(2**40)
     caches = [empty_cache(cache_dtype, head_size) for _ in range(2)]
     apart, fused = query.clone(), query.clone()

@@ -99,7 +99,7 @@ def test_no_tokens_is_no_work(back_end: str) -> None:
     ops.rope(heads, heads.clone(), torch.empty(0, dtype=torch.int32), rotary_table(4, 64))
     ops.rope_store_kv(
         heads, heads.clone(), heads.clone(), torch.empty(0, dtype=torch.int32), rotary_table(4, 64),
-        torch.empty(1, 2, 1, 8, 64), torch.empty(0, dtype=torch.int64),
+        torch.empty(1, 2, 1, 16, 64), torch.empty(0, dtype=torch.int64),
     )  # fmt: skip
 
 
