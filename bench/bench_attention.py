@@ -2,6 +2,8 @@
 
 Decode reads every KV byte once, so its bound is read bandwidth; prefill is bound by multiply-adds.
 Both ceilings are measured here, with torch: a sum over a large tensor, a float32 matrix product.
+The KV of a prefix that sequences share is read once for up to 72 rows (attention_work.h); its rate
+is given in the bytes that they would read each on its own.
 
     python bench/bench_attention.py [--isa avx2] [--threads 1] [--heads 32 --kv-heads 8 ...]
 """
@@ -13,8 +15,11 @@ from collections.abc import Callable
 import torch
 
 from vllm_lite import ops
+from vllm_lite.layers.memory import map_memory
 
 BLOCK_SIZE = 16
+# (sequences, tokens, tokens of a common prefix)
+DECODES = [(1, 512, 0), (1, 4096, 0), (16, 512, 0), (16, 4096, 0), (64, 1072, 0), (64, 1072, 1024)]
 
 
 def best_seconds(call: Callable[[], object], budget: float = 0.5) -> float:
@@ -43,18 +48,23 @@ def multiply_ceiling() -> float:
 class Case:
     """``batch`` sequences of ``context`` tokens in shuffled blocks, the last ``num_query`` asked.
 
-    Each call reads another layer's cache, as a model does: a small case must not stay in L2.
+    They have the blocks of the first ``shared`` tokens in common. Each call reads another layer's
+    cache, as a model does: a small case must not stay in L2.
     """
 
-    def __init__(self, args: argparse.Namespace, batch: int, context: int, num_query: int) -> None:
+    def __init__(
+        self, args: argparse.Namespace, batch: int, context: int, num_query: int, shared: int = 0
+    ) -> None:
         dtype = getattr(torch, args.dtype)
         blocks_each = -(-context // BLOCK_SIZE)
         shape = (batch * blocks_each, 2, args.kv_heads, BLOCK_SIZE, args.head_size)
         layer_bytes = torch.Size(shape).numel() * dtype.itemsize
         num_layers = max(1, min(64, 2**29 // layer_bytes))
-        self.layers = [torch.empty(shape, dtype=dtype).normal_() for _ in range(num_layers)]
+        memory = map_memory(num_layers * layer_bytes).view(dtype).view(num_layers, *shape)
+        self.layers = [layer.normal_() for layer in memory]
         order = torch.randperm(batch * blocks_each).int()
         self.block_tables = order.reshape(batch, blocks_each).contiguous()
+        self.block_tables[:, : shared // BLOCK_SIZE] = self.block_tables[0, : shared // BLOCK_SIZE]
         self.query = torch.randn(batch * num_query, args.heads, args.head_size).to(dtype)
         self.out = torch.empty_like(self.query)
         self.rows = torch.arange(batch, dtype=torch.int32)
@@ -91,12 +101,13 @@ def main() -> None:
         f"{args}\n"
         f"ceilings: read {read / 1e9:.1f} GB/s, float32 product {multiply / 1e9:.0f} GFLOP/s"
     )
-    for batch, context in [(1, 512), (1, 4096), (16, 512), (16, 4096)]:
-        case = Case(args, batch, context, 1)
+    for batch, context, shared in DECODES:
+        case = Case(args, batch, context, 1, shared)
         seconds = best_seconds(case)
         rate = case.kv_bytes / seconds
         print(
-            f"decode  batch {batch:3} context {context:5}: {seconds * 1e6:9.1f} us, "
+            f"decode  batch {batch:3} context {context:5} shared {shared:4}: "
+            f"{seconds * 1e6:9.1f} us, "
             f"{rate / 1e9:6.2f} GB/s of KV = {rate / read:4.0%} of the read ceiling"
         )
     for batch, context, num_query in [(1, 512, 512), (1, 4096, 256), (16, 128, 128)]:

@@ -23,9 +23,7 @@ int64_t cost(const AttentionItem& item) {
 
 }  // namespace
 
-int64_t AttentionItems::work() const {
-  return total_cost_ * kRangeTokens * 2 * params_->head_size;
-}
+int64_t AttentionItems::work() const { return total_cost_ * kRangeTokens * 2 * params_->head_size; }
 
 void AttentionItems::plan(const PagedAttentionParams& params) {
   params_ = &params;

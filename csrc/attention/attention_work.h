@@ -1,8 +1,8 @@
 // How the CPU cuts attention into pieces of work, and what runs one piece. Internal to attention/.
 //
 // A row is a query token and one of the query heads of a KV head; ranges are those of
-// attention_plan.h. A work item is some rows, a KV head and some ranges that are the same blocks for
-// all these rows: of one sequence, or of several whose block tables begin alike. The KV is read
+// attention_plan.h. A work item is some rows, a KV head and some ranges that are the same blocks
+// for all these rows: of one sequence, or of several whose block tables begin alike. The KV is read
 // once for all rows of an item, and the ranges of a long sequence may run on different cores.
 #pragma once
 
@@ -29,7 +29,7 @@ struct AttentionRow {
 };
 
 struct AttentionItem {
-  int32_t table;    // row of block_tables
+  int32_t table;  // row of block_tables
   int32_t kv_head;
   int32_t row_begin;  // at most kMaxItemRows rows
   int32_t row_end;

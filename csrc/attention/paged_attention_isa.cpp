@@ -61,8 +61,7 @@ void merge(float* total, float* part, int head_size) {
 }
 
 float* stored_record(const AttentionCall& call, const AttentionRow& row, int32_t range) {
-  const int64_t index = row.record +
-                        int64_t{range - row.ranges.begin} * call.params->num_kv_heads +
+  const int64_t index = row.record + int64_t{range - row.ranges.begin} * call.params->num_kv_heads +
                         call.item->kv_head;
   return call.records + index * record_floats(call.params->head_size);
 }
@@ -110,8 +109,8 @@ class ItemRun {
   void attend_tile(int64_t start, const Tile& tile, const Tile& next, float* records) const;
   template <typename Stored>
   void score_rows(const typename Keys<Stored>::Query* query, const Strips<Stored>& keys,
-                  const Strips<char>& ahead, int64_t start, const Tile& tile, Spans& spans,
-                  float* records) const;
+                  const Strips<char>& ahead, Fetch& fetch, int64_t start, const Tile& tile,
+                  Spans& spans, float* records) const;
   template <typename Stored>
   void add_values(const Strips<Stored>& values, const Strips<char>& ahead, const Spans& spans,
                   float* records) const;
@@ -120,7 +119,8 @@ class ItemRun {
                     float* records) const;
 
   int64_t seen_begin(int64_t position) const {
-    return first_seen(position, params_.sliding_window);
+    const int64_t begin = position + 1 - params_.sliding_window;
+    return params_.sliding_window == 0 || begin < 0 ? 0 : begin;
   }
   float* row_of(float* records, int row) const { return records + row * record_floats(head_size_); }
 
@@ -271,11 +271,10 @@ void ItemRun<T>::softmax_rows(int first_row, int rows, int64_t start, const Span
 template <typename T>
 template <typename Stored>
 void ItemRun<T>::score_rows(const typename Keys<Stored>::Query* query, const Strips<Stored>& keys,
-                            const Strips<char>& ahead, int64_t start, const Tile& tile,
-                            Spans& spans, float* records) const {
+                            const Strips<char>& ahead, Fetch& fetch, int64_t start,
+                            const Tile& tile, Spans& spans, float* records) const {
   const int num_words = head_size_ / kWordElements<Stored>;
   const int block = rows_of_block(num_rows_);
-  Fetch fetch{ahead.at + 2, 2, num_words_};
   for (int row = 0; row < num_rows_; row += block) {
     const int rows = min_int(block, num_rows_ - row);
     multiply_keys(rows, query + row * num_words * Keys<Stored>::kParts, num_words, keys, ahead,
@@ -319,19 +318,24 @@ template <typename T>
 void ItemRun<T>::attend_tile(int64_t start, const Tile& tile, const Tile& next,
                              float* records) const {
   const bool is_few = num_rows_ <= kFewRows;
-  // While the keys are read the values are fetched, and while those are read the next keys.
-  const Strips<char> values = lines_of(tile.values), next_keys = lines_of(next.keys);
+  // What is read next is fetched at an even pace: values 0 and 1 of this tile while its keys are
+  // read, values 2 and 3 and the next tile's keys 0 during the softmax, keys 1 to 3 while the
+  // values are read.
+  const Strips<char> values = lines_of(tile.values), keys = lines_of(next.keys);
+  const Strips<char> next_keys = {keys.at[1], keys.at[2], keys.at[3], keys.at[3]};
+  const char* const softmax_strips[] = {values.at[2], values.at[3], keys.at[0]};
+  Fetch fetch{softmax_strips, 3, num_words_};
   Spans spans;
   Strips<float> copy;
   if (Keys<T>::kParts == 1 || is_few) {
-    score_rows(query_, tile.keys, values, start, tile, spans, records);
+    score_rows(query_, tile.keys, values, fetch, start, tile, spans, records);
   } else if constexpr (Keys<T>::kParts > 1) {
     for (int i = 0; i < kTileStrips; ++i) {
       float* to = keys_ + i * kStripTokens * head_size_;
       widen_keys(tile.keys.at[i], num_words_, values.at[i], to);
       copy.at[i] = to;
     }
-    score_rows(query_, copy, lines_of(copy), start, tile, spans, records);
+    score_rows(query_, copy, lines_of(copy), fetch, start, tile, spans, records);
   }
   if (is_few) {
     add_values(tile.values, next_keys, spans, records);

@@ -17,8 +17,8 @@ enum class KvDType : int32_t { kAsQuery, kFloat8E4M3 };
 // stored.
 //
 // Contract "row": the result of a query token depends on its own query and the KV it sees alone,
-// bit for bit: not on the other sequences, on how its prompt was cut into chunks, or on the thread
-// count.
+// bit for bit: not on the other sequences and the blocks that it shares with them, on how its
+// prompt was cut into chunks, or on the thread count.
 //
 // score = scale * q·k (+ alibi_slopes[head] * (key position - query position));
 // soft_cap > 0: score = soft_cap * tanh(score / soft_cap), before the mask.
@@ -29,7 +29,8 @@ enum class KvDType : int32_t { kAsQuery, kFloat8E4M3 };
 struct PagedAttentionParams {
   void* out;                    // [num_tokens, num_heads, head_size]
   const void* query;            // [num_tokens, num_heads, head_size]
-  const void* kv_cache;         // [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size]
+  const void* kv_cache;         // [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size];
+                                // CPU: keys as in cache/kv_layout_cpu.h
   const int32_t* block_tables;  // [max_rows, block_table_stride]
   const int32_t* rows;          // [num_seqs], row of block_tables
   const int32_t* query_start;   // [num_seqs + 1], cumulative query tokens
@@ -44,8 +45,8 @@ struct PagedAttentionParams {
   int32_t num_seqs;
   int32_t num_heads;
   int32_t num_kv_heads;
-  int32_t head_size;  // 64, 80, 96, 128 or 256
-  int32_t block_size;
+  int32_t head_size;   // 64, 80, 96, 128 or 256
+  int32_t block_size;  // CPU: a multiple of kStripTokens
   float scale;
   int32_t sliding_window;  // 0: none
   float soft_cap;          // 0: none

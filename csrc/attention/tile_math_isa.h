@@ -183,15 +183,14 @@ void multiply_keys(int num_rows, const typename Keys<T>::Query* query, int num_w
                    const Strips<T>& keys, const Strips<char>& ahead, int begin, int end,
                    float* scores) {
   switch (num_rows) {
-#define VL_ROWS(n)                                                          \
-  case n:                                                                   \
-    if constexpr (n <= kMaxBlockRows) {                                     \
-      constexpr int kVecs = block_vecs(n), kTokens = kVecs * kWidth;        \
-      for (int t = begin / kTokens * kTokens; t < end; t += kTokens) {      \
-        score_block<T, n, kVecs>(query, num_words, keys, ahead, t / kWidth, \
-                                 scores);                                   \
-      }                                                                     \
-    }                                                                       \
+#define VL_ROWS(n)                                                                   \
+  case n:                                                                            \
+    if constexpr (n <= kMaxBlockRows) {                                              \
+      constexpr int kVecs = block_vecs(n), kTokens = kVecs * kWidth;                 \
+      for (int t = begin / kTokens * kTokens; t < end; t += kTokens) {               \
+        score_block<T, n, kVecs>(query, num_words, keys, ahead, t / kWidth, scores); \
+      }                                                                              \
+    }                                                                                \
     return;
     VL_ROWS(1) VL_ROWS(2) VL_ROWS(3) VL_ROWS(4) VL_ROWS(5) VL_ROWS(6) VL_ROWS(7) VL_ROWS(8)
 #undef VL_ROWS
@@ -200,8 +199,8 @@ void multiply_keys(int num_rows, const typename Keys<T>::Query* query, int num_w
 
 // ---- values
 
-// Adds weights[kRows, tokens begin .. end-1] * values to the rows' records, from element `column` of
-// the head on.
+// Adds weights[kRows, tokens begin .. end-1] * values to the rows' records, from element `column`
+// of the head on.
 template <typename T, int kRows, int kVecs>
 __attribute__((noinline)) void value_block(const float* weights, int begin, int end,
                                            const Strips<T>& values, const Strips<char>& ahead,
@@ -254,11 +253,11 @@ void value_blocks(const float* weights, int begin, int end, const Strips<T>& val
     // 5 vectors as 3 + 2: a block of a single one has too few independent sums.
     const int step = vecs == kMost + 1 && kMost > 2 ? kMost - 1 : min_int(vecs, kMost);
     switch (step) {
-#define VL_VECS(n)                                                                          \
-  case n:                                                                                   \
-    if constexpr (n <= kMost) {                                                             \
+#define VL_VECS(n)                                                                              \
+  case n:                                                                                       \
+    if constexpr (n <= kMost) {                                                                 \
       value_block<T, kRows, n>(weights, begin, end, values, ahead, column, head_size, records); \
-    }                                                                                       \
+    }                                                                                           \
     break;
       VL_VECS(1) VL_VECS(2) VL_VECS(3) VL_VECS(4)
 #undef VL_VECS
@@ -275,11 +274,11 @@ void multiply_values(int num_rows, const float* weights, int begin, int end,
                      const Strips<T>& values, const Strips<char>& ahead, int head_size,
                      float* records) {
   switch (num_rows) {
-#define VL_ROWS(n)                                                              \
-  case n:                                                                       \
-    if constexpr (n <= kMaxBlockRows) {                                         \
+#define VL_ROWS(n)                                                                \
+  case n:                                                                         \
+    if constexpr (n <= kMaxBlockRows) {                                           \
       value_blocks<T, n>(weights, begin, end, values, ahead, head_size, records); \
-    }                                                                           \
+    }                                                                             \
     return;
     VL_ROWS(1) VL_ROWS(2) VL_ROWS(3) VL_ROWS(4) VL_ROWS(5) VL_ROWS(6) VL_ROWS(7) VL_ROWS(8)
 #undef VL_ROWS

@@ -11,7 +11,8 @@ namespace vllm_lite {
 struct StoreKvParams {
   const void* key;              // [num_tokens, num_kv_heads, head_size]
   const void* value;            // [num_tokens, num_kv_heads, head_size]
-  void* kv_cache;               // [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size]
+  void* kv_cache;               // [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size];
+                                // CPU: keys as in kv_layout_cpu.h
   const int64_t* slot_mapping;  // [num_tokens], block * block_size + offset; negative: not stored
   int64_t key_token_stride;     // elements
   int64_t value_token_stride;
@@ -28,8 +29,8 @@ struct StoreKvParams {
 };
 
 VL_DECLARE_ISA_KERNEL(store_kv, StoreKvParams)
-// Throws Error, and has stored nothing, if a slot lies beyond the cache's last block. (On CUDA such
-// a slot is not stored.)
+// Throws Error, and has stored nothing, if a slot lies beyond the cache's last block (on CUDA such
+// a slot is not stored) or if block_size and head_size do not have the CPU's layout.
 void store_kv_cpu(const StoreKvParams& params);
 void store_kv_cuda(const StoreKvParams& params);
 

@@ -197,7 +197,9 @@ class Worker:
         )  # fmt: skip
         if self._device.type == "cpu":
             # Untouched pages cost nothing, so the arena may be larger than what is used.
-            return map_memory(prod(shape) * self._kv_dtype.itemsize).view(self._kv_dtype).view(shape)
+            return (
+                map_memory(prod(shape) * self._kv_dtype.itemsize).view(self._kv_dtype).view(shape)
+            )
         return torch.empty(shape, dtype=self._kv_dtype, device=self._device)
 
     @torch.inference_mode()
