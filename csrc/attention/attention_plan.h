@@ -17,9 +17,11 @@ namespace vllm_lite {
 constexpr int32_t kTileTokens = 64;
 constexpr int32_t kRangeTokens = 256;
 
-// First position that a query token at `position` sees; sliding_window 0: no window.
-constexpr int64_t first_seen(int64_t position, int64_t sliding_window) {
-  return sliding_window == 0 ? 0 : std::max<int64_t>(0, position + 1 - sliding_window);
+// First position that a query token at `position` sees; sliding_window 0: no window. Static, as
+// *_isa.cpp use it.
+static constexpr int64_t first_seen(int64_t position, int64_t sliding_window) {
+  const int64_t begin = position + 1 - sliding_window;
+  return sliding_window == 0 || begin < 0 ? 0 : begin;
 }
 
 // Ranges that one of the query tokens at first_position .. last_position sees.
