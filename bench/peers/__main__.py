@@ -139,6 +139,8 @@ def main() -> None:
     first_round = 1 + max((record.get("round", 0) for record in records), default=0)
 
     def save() -> None:
+        if not records:
+            return
         named = {record["engine"] for record in records}, {record["workload"] for record in records}
         result = {
             "date": path.stem.removeprefix("cpu-"),
