@@ -443,23 +443,14 @@ def test_a_shared_prefix_does_not_change_a_bit(
 ) -> None:
     """Blocks of a prefix that several sequences' tables name, or the same content in their own."""
     # (query tokens, tokens); a tree of prefixes: 1024 of 0-5, 1536 of 2-5, more than has been
-    # stored whole of 4 and 5, which are one prompt; 6 and 7 have another; 8-10 have none.
-    lengths = [
-        (1, 1100),
-        (1, 1025),
-        (1, 1700),
-        (40, 1800),
-        (1, 1601),
-        (5, 1601),
-        (1, 600),
-        (1, 513),
-    ]
-    lengths += [(1, 300), (0, 600), (70, 70)]
+    # stored whole of 4 and 5, which are one prompt; 6 and 7 have another of 700; 8-10 none.
+    lengths = [(1, 1100), (1, 1025), (1, 1700), (40, 1800), (1, 1601), (5, 1601)]
+    lengths += [(1, 900), (1, 820), (1, 300), (0, 600), (70, 70)]
     sequences = make_sequences(lengths, 2, group, 64, dtype)
     share(sequences, 0, 1024, [1, 2, 3, 4, 5])
     share(sequences, 2, 1536, [3, 4, 5])
     share(sequences, 4, 1600, [5])
-    share(sequences, 6, 512, [7])
+    share(sequences, 6, 700, [7])
     # In the order of the batch, sequences with the same prefix are not neighbours.
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(group)).tolist()
     sequences = [sequences[i] for i in order]
