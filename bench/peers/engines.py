@@ -49,7 +49,7 @@ def all_engines(root: Path, threads: int) -> list[Engine]:
     )
     lite_server = [
         *(sys.executable, "-m", "vllm_lite.serve", "MODEL", "--port", "PORT"),
-        *("--num-threads", "THREADS", "--max-model-len", str(MAX_MODEL_LEN)),
+        *("--threads", "THREADS", "--max-model-len", str(MAX_MODEL_LEN)),
     ]
     lite = {
         "driver": _driver(sys.executable, "vllm_lite_driver.py"),
