@@ -1,4 +1,4 @@
-"""Memory of the weights and, on the CPU, of the KV cache."""
+"""Memory of the weights."""
 
 import contextlib
 import mmap
@@ -57,12 +57,11 @@ class WeightMemory:
 
     def _new_chunk(self, num_bytes: int) -> torch.Tensor:
         if self.device.type == "cpu":
-            return map_memory(num_bytes)
+            return _map(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
 
-def map_memory(num_bytes: int) -> torch.Tensor:
-    """uint8 ``[num_bytes]`` on the CPU, in huge pages where the system has them."""
+def _map(num_bytes: int) -> torch.Tensor:
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them

@@ -3,14 +3,12 @@
 import logging
 import os
 from collections.abc import Callable
-from math import prod
 
 import msgspec
 import torch
 
 from vllm_lite import ops
 from vllm_lite.config import EngineConfig, ResolvedConfig, available_cores
-from vllm_lite.layers.memory import map_memory
 from vllm_lite.model_config import ModelConfig
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.models import load_model
@@ -195,11 +193,9 @@ class Worker:
             config.num_layers, num_blocks, 2, config.num_kv_heads, self._config.block_size,
             config.head_size,
         )  # fmt: skip
-        if self._device.type == "cpu":
-            # Untouched pages cost nothing, so the arena may be larger than what is used.
-            return (
-                map_memory(prod(shape) * self._kv_dtype.itemsize).view(self._kv_dtype).view(shape)
-            )
+        # On the CPU untouched pages cost nothing, so the arena may be larger than what is used. Not in
+        # huge pages: a layer's blocks are far from the other layers', and the first touch of each
+        # page, which takes milliseconds if it is a huge one, would come in the middle of requests.
         return torch.empty(shape, dtype=self._kv_dtype, device=self._device)
 
     @torch.inference_mode()
