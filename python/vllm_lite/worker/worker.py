@@ -193,9 +193,9 @@ class Worker:
             config.num_layers, num_blocks, 2, config.num_kv_heads, self._config.block_size,
             config.head_size,
         )  # fmt: skip
-        # On the CPU untouched pages cost nothing, so the arena may be larger than what is used. They
-        # are not huge: the layers' blocks are far apart, and to touch a huge page for the first time
-        # takes milliseconds, in the middle of requests.
+        # On the CPU untouched pages cost nothing, so the arena may be larger than what is used.
+        # They are not huge: the layers' blocks are far apart, and to touch a huge page for the
+        # first time takes milliseconds, in the middle of requests.
         return torch.empty(shape, dtype=self._kv_dtype, device=self._device)
 
     @torch.inference_mode()
