@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--isa", choices=ops.cpu_isas(), default=ops.current_cpu_isa())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    ops.set_num_threads(arguments.threads)
     ops.set_cpu_isa(arguments.isa)
 
     source = torch.ones(64 << 20)

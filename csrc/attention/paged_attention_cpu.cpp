@@ -8,8 +8,8 @@
 #include "attention/attention_items.h"
 #include "attention/attention_work.h"
 #include "attention/params.h"
-#include "cache/kv_layout_cpu.h"
 #include "core/check.h"
+#include "core/kv_layout_cpu.h"
 #include "core/parallel_for.h"
 
 namespace vllm_lite {

@@ -30,7 +30,7 @@ struct PagedAttentionParams {
   void* out;                    // [num_tokens, num_heads, head_size]
   const void* query;            // [num_tokens, num_heads, head_size]
   const void* kv_cache;         // [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size];
-                                // CPU: keys as in cache/kv_layout_cpu.h
+                                // CPU: keys as in core/kv_layout_cpu.h
   const int32_t* block_tables;  // [max_rows, block_table_stride]
   const int32_t* rows;          // [num_seqs], row of block_tables
   const int32_t* query_start;   // [num_seqs + 1], cumulative query tokens

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "attention/attention_work.h"
-#include "cache/kv_layout_cpu.h"
+#include "core/kv_layout_cpu.h"
 #include "core/simd.h"
 
 namespace vllm_lite::VL_ISA {

@@ -12,7 +12,7 @@ struct StoreKvParams {
   const void* key;              // [num_tokens, num_kv_heads, head_size]
   const void* value;            // [num_tokens, num_kv_heads, head_size]
   void* kv_cache;               // [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size];
-                                // CPU: keys as in kv_layout_cpu.h
+                                // CPU: keys as in core/kv_layout_cpu.h
   const int64_t* slot_mapping;  // [num_tokens], block * block_size + offset; negative: not stored
   int64_t key_token_stride;     // elements
   int64_t value_token_stride;

@@ -1,8 +1,8 @@
 #include <string>
 
-#include "cache/kv_layout_cpu.h"
 #include "cache/store_kv.h"
 #include "core/check.h"
+#include "core/kv_layout_cpu.h"
 
 namespace vllm_lite {
 

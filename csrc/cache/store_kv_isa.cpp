@@ -1,5 +1,5 @@
-#include "cache/kv_layout_cpu.h"
 #include "cache/store_kv.h"
+#include "core/kv_layout_cpu.h"
 #include "core/parallel_for.h"
 #include "core/simd.h"
 

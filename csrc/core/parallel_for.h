@@ -1,8 +1,8 @@
 // One way for every CPU kernel to use several cores.
 //
 // The work is cut by item index only, never by thread count into partial sums, so that a result
-// does not depend on how many threads there are. Serial until a backend is installed; the torch
-// binding installs torch's own pool, so that one process has one pool.
+// does not depend on how many threads there are. Serial until a backend is installed
+// (thread_pool.h).
 #pragma once
 
 #include <cstdint>

@@ -132,21 +132,37 @@ void ThreadPool::work() {
 
 namespace {
 
-// Never destroyed: at exit its threads may be gone already.
-ThreadPool* pool = nullptr;
+// What runs in it keeps a pool alive that has been replaced. Never destroyed: at exit its threads
+// may be gone already.
+struct CurrentPool {
+  std::mutex mutex;
+  std::shared_ptr<ThreadPool> pool;
+
+  std::shared_ptr<ThreadPool> get() {
+    const std::lock_guard lock(mutex);
+    return pool;
+  }
+};
+CurrentPool& current_pool() {
+  static auto* const current = new CurrentPool;
+  return *current;
+}
 
 void run_in_pool(int64_t count, int64_t grain, const void* context, ParallelBody body) {
-  pool->run(count, grain, context, body);
+  current_pool().get()->run(count, grain, context, body);
 }
 
 }  // namespace
 
 void set_num_threads(int num_threads) {
-  if (pool != nullptr && pool->num_threads() == num_threads) return;
-  auto next = std::make_unique<ThreadPool>(num_threads);
-  set_parallel_backend(nullptr);
-  delete pool;
-  pool = next.release();
+  CurrentPool& current = current_pool();
+  std::shared_ptr<ThreadPool> previous = current.get();
+  if (previous != nullptr && previous->num_threads() == num_threads) return;
+  auto next = std::make_shared<ThreadPool>(num_threads);
+  {
+    const std::lock_guard lock(current.mutex);
+    current.pool.swap(next);
+  }
   set_parallel_backend(run_in_pool);
 }
 

@@ -55,7 +55,8 @@ class ThreadPool {
   std::vector<std::thread> workers_;
 };
 
-// Makes parallel_for use a pool of so many threads. Not while anything runs.
+// Makes parallel_for use a pool of so many threads, from the next call on. Not in a fork of a
+// process that has a pool.
 void set_num_threads(int num_threads);
 
 }  // namespace vllm_lite

@@ -19,7 +19,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 # used.
 DEFAULT_KV_CACHE_MEMORY = 1 << 30
 
-# The CPU's kernels store keys in vectors of so many tokens (csrc/cache/kv_layout_cpu.h).
+# The CPU's kernels store keys in vectors of so many tokens (csrc/core/kv_layout_cpu.h).
 CPU_BLOCK_TOKENS = 16
 
 _NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second under WSL

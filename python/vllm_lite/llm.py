@@ -22,7 +22,7 @@ class LLM:
     """``LLM("smollm2").generate(["Hello"], SamplingParams(max_tokens=32))``.
 
     ``options`` are ``EngineConfig``'s fields. Works at module level, in a notebook and in a thread;
-    nothing is started but threads of torch's pool. Calls from several threads run one after
+    nothing is started but the kernels' threads. Calls from several threads run one after
     another. ``with LLM(...) as llm`` frees the model at the end.
     """
 

@@ -55,7 +55,7 @@ def paged_attention(
 
     out, query: ``[num_tokens, num_heads, head_size]`` (rows may be strided);
     kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_size]``, written by ``store_kv``: on
-    the CPU block_size is a multiple of 16, and keys stand as in ``csrc/cache/kv_layout_cpu.h``;
+    the CPU block_size is a multiple of 16, and keys stand as in ``csrc/core/kv_layout_cpu.h``;
     block_tables: int32 ``[max_rows, max_blocks]``; rows, seq_lens: int32 ``[num_seqs]``;
     query_start: int32 ``[num_seqs + 1]``; alibi_slopes: float32 ``[num_heads]``.
 
@@ -438,7 +438,7 @@ class OpList:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Threads of the CPU kernels, the caller included. Not while any of them runs."""
+    """Threads of the CPU kernels, the caller included, from the next call on."""
     _ops.set_num_threads(num_threads)
 
 

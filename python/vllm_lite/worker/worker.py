@@ -20,17 +20,17 @@ from vllm_lite.worker.step_plan import StepPlan, to_device
 
 logger = logging.getLogger(__name__)
 
-# The process whose torch has started threads. A fork inherits the number, but not the threads.
+# The process that has started the kernels' threads. A fork inherits the number, but not the threads.
 _threads_pid: int | None = None
 
 
 def _check_not_forked() -> None:
-    """Raises RuntimeError where torch would wait for ever for threads that fork() left behind."""
+    """Raises RuntimeError where threads are missing that fork() left behind."""
     global _threads_pid
     if _threads_pid not in (None, os.getpid()):
         raise RuntimeError(
             f"this process was forked from process {_threads_pid} after an engine had run there, "
-            "and torch's threads do not survive fork(): give the engine processes of its own with "
+            "and its threads do not survive fork(): give the engine processes of its own with "
             "multiprocess=True, or start this process with multiprocessing's 'spawn' method"
         )
     _threads_pid = os.getpid()

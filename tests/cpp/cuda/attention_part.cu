@@ -1,5 +1,5 @@
 // The attention kernels of cuda_random_part_test; see CMakeLists.txt.
-#include "attention/attention_kernels.cuh"
+#include "attention/attention_launch.cuh"
 
 namespace vllm_lite {
 namespace attention {

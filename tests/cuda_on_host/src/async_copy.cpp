@@ -110,12 +110,13 @@ void end_phase_if_complete(MBarrier& barrier) {
   if (barrier.missing != 0 || barrier.expected_bytes != barrier.pending_bytes) return;
   char* order = &barrier.order[barrier.phase & 1];
   observe(order);
-  for (const MBarrier::BulkCopy& copy : barrier.copies) {
+  for (uint32_t i = 0; i < barrier.num_copies; ++i) {
+    const MBarrier::BulkCopy& copy = barrier.copies[i];
     copy_now(copy.to, copy.from, copy.bytes);
     clear_marks(copy.to, copy.bytes);
   }
   publish(order);
-  barrier.copies.clear();
+  barrier.num_copies = 0;
   barrier.expected_bytes = barrier.pending_bytes = 0;
   barrier.missing = barrier.arrivals;
   ++barrier.phase;
@@ -188,7 +189,8 @@ void copy_bulk_async(void* to_shared, const void* from, uint32_t bytes, uint64_t
   fill_with_nan(to_shared, bytes);
   publish(&barrier.order[barrier.phase & 1]);
   barrier.pending_bytes += bytes;
-  barrier.copies.push_back({to_shared, from, bytes});
+  if (barrier.num_copies == kMaxBulkCopies) fail("cp.async.bulk: too many copies in one phase");
+  barrier.copies[barrier.num_copies++] = {to_shared, from, bytes};
   end_phase_if_complete(barrier);
 }
 

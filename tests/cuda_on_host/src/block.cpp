@@ -216,7 +216,7 @@ void Block::run(uint3 block_index, uint64_t seed) {
   observe(this);
   if (error) std::rethrow_exception(std::exchange(error, nullptr));
   for (const MBarrier& barrier : mbarriers) {
-    if (!barrier.copies.empty()) {
+    if (barrier.num_copies != 0) {
       throw KernelError("the block ended with bulk copies in flight [block " + coordinates(index) +
                         "]");
     }

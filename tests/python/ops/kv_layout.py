@@ -1,4 +1,4 @@
-"""The KV cache as the kernels of the back end in use keep it (``csrc/cache/kv_layout_cpu.h``)."""
+"""The KV cache as the kernels of the back end in use keep it (``csrc/core/kv_layout_cpu.h``)."""
 
 import torch
 

@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -25,6 +24,7 @@ inline constexpr int kMaxThreads = 1024;
 inline constexpr uint32_t kCopyBytes = 16;  // of cp.async
 inline constexpr int kNumBarriers = 16;
 inline constexpr uint32_t kMaxMBarriers = 64;
+inline constexpr uint32_t kMaxBulkCopies = 256;  // of one phase
 inline constexpr size_t kMaxSharedVariables = 64;
 inline constexpr uint32_t kStaticSharedBytes = 48 << 10;
 
@@ -103,7 +103,9 @@ struct MBarrier {
   uint64_t* object = nullptr;
   uint32_t arrivals = 0, missing = 0;
   int64_t expected_bytes = 0, pending_bytes = 0;
-  std::list<BulkCopy> copies;  // a list: a vector that grows touches what other threads wrote
+  // Not a container: what it frees, another thread may have taken, which ThreadSanitizer would see.
+  BulkCopy copies[kMaxBulkCopies];
+  uint32_t num_copies = 0;
   uint32_t waiting[kMaxThreads / kWarpSize] = {};
   uint32_t phase = 0;
   char order[2];
