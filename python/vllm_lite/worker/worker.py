@@ -20,7 +20,7 @@ from vllm_lite.worker.step_plan import StepPlan, to_device
 
 logger = logging.getLogger(__name__)
 
-# The process that has started the kernels' threads. A fork inherits the number, but not the threads.
+# The process that has started the kernels' threads. A fork inherits the number, not the threads.
 _threads_pid: int | None = None
 
 
