@@ -175,24 +175,6 @@ VL_SIMD float reduce_max(FloatVec a) {
   return a.v[0];
 }
 
-// rows[i] lane j becomes rows[j] lane i. Butterfly: kWidth * log2(kWidth) two-source shuffles.
-VL_SIMD void transpose(FloatVec (&rows)[kWidth]) {
-#pragma GCC unroll 4
-  for (int half = kWidth / 2; half > 0; half /= 2) {
-    const IntLanes lane = lane_index();
-    const IntLanes upper = (lane & half) != 0;
-    const IntLanes low = upper ? lane - half + kWidth : lane;
-    const IntLanes high = upper ? lane + kWidth : lane + half;
-#pragma GCC unroll 16
-    for (int i = 0; i < kWidth; ++i) {
-      if ((i & half) != 0) continue;
-      const FloatLanes a = rows[i].v, b = rows[i + half].v;
-      rows[i].v = __builtin_shuffle(a, b, low);
-      rows[i + half].v = __builtin_shuffle(a, b, high);
-    }
-  }
-}
-
 // ---- one element
 
 VL_SIMD float float_from_bits(uint32_t bits) {

@@ -34,7 +34,6 @@ struct SimdProbe {
   void (*sqrt)(const float* in, float* out);
   float (*reduce_add)(const float* in);
   float (*reduce_max)(const float* in);
-  void (*transpose)(float* rows);  // [width, width], in place
 };
 
 namespace portable {

@@ -44,13 +44,6 @@ void widen_pairs(const uint16_t* in, float* lower, float* upper) {
   store(upper, widen_upper(pairs, T{}));
 }
 
-void transpose_rows(float* rows) {
-  FloatVec vectors[kWidth];
-  for (int i = 0; i < kWidth; ++i) vectors[i] = load(rows + i * kWidth);
-  transpose(vectors);
-  for (int i = 0; i < kWidth; ++i) store(rows + i * kWidth, vectors[i]);
-}
-
 }  // namespace
 
 extern const SimdProbe kSimdProbe = {
@@ -72,7 +65,6 @@ extern const SimdProbe kSimdProbe = {
     [](const float* in, float* out) { store(out, sqrt(load(in))); },
     [](const float* in) { return reduce_add(load(in)); },
     [](const float* in) { return reduce_max(load(in)); },
-    transpose_rows,
 };
 
 }  // namespace vllm_lite::VL_ISA

@@ -361,17 +361,6 @@ TEST_P(SimdTest, ReduceMaxFindsTheLargestInAnyLane) {
   }
 }
 
-TEST_P(SimdTest, TransposeSwapsRowsAndLanes) {
-  const int width = simd().width;
-  float rows[kMaxWidth * kMaxWidth];
-  for (int i = 0; i < width * width; ++i) rows[i] = static_cast<float>(i);
-  simd().transpose(rows);
-  for (int i = 0; i < width; ++i) {
-    for (int j = 0; j < width; ++j)
-      EXPECT_EQ(rows[i * width + j], static_cast<float>(j * width + i));
-  }
-}
-
 TEST_P(SimdTest, FmaRoundsOnceWhereTheProcessorHasItAndAlikeInVectorAndScalar) {
   std::mt19937 random(3);
   std::normal_distribution<float> normal;
