@@ -11,6 +11,7 @@ namespace vllm_lite::VL_ISA {
 namespace {
 
 constexpr int64_t kTileTokens = 16;
+constexpr int64_t kPartTokens = 2 * kTileTokens;
 constexpr int kTileRowBytes = 64;
 constexpr int kSumsStride = kGroupRows * 4;
 

@@ -21,6 +21,9 @@ constexpr int64_t kRangeStep = 48;
 constexpr int64_t kTaskBytes = 64 << 10;
 constexpr int64_t kTaskProducts = 512 << 10;
 constexpr int64_t kTaskInputBytes = 64 << 10;
+// Up to so many tokens memory is the bound, and a panel is a thread's smallest stripe; above, a
+// group of panels, which takes no longer than a part of it would.
+constexpr int64_t kFewTokens = 4;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -121,7 +124,9 @@ class Slab {
     call_.prepared_tokens = prepared_tokens;
   }
 
-  // Items are panels of a range of tokens, range after range: a thread's are neighbours in memory.
+  // Stripes of the weight times ranges of the tokens, range after range, so that a thread's stripes
+  // are neighbours in memory. The stripes of a single range come in parts, the smallest of which a
+  // thread takes at the end, so that all end together; who takes several of a stripe reads it once.
   void multiply() {
     call_.out =
         const_cast<void*>(advance(params_.out, first_ * params_.out_stride, params_.out_dtype));
@@ -133,29 +138,38 @@ class Slab {
     call_.columns = params_.columns;
     call_.out_stride = params_.out_stride;
 
-    const int64_t num_ranges = divide_up(num_tokens_, kRangeTokens);
-    const int64_t range_tokens =
-        num_ranges == 1 ? num_tokens_
-                        : divide_up(divide_up(num_tokens_, num_ranges), kRangeStep) * kRangeStep;
     const int64_t panels = num_panels(params_.rows);
-    const int64_t grain =
-        std::min(divide_up(kTaskBytes, panel_bytes(params_.format, params_.columns)),
-                 divide_up(kTaskProducts, range_tokens * params_.columns * kPanelRows));
-    parallel_for(panels * num_ranges, grain, [&](int64_t begin, int64_t end) {
+    const int64_t stripe_panels = num_tokens_ <= kFewTokens ? 1 : kGroupPanels;
+    const int64_t stripes = divide_up(panels, stripe_panels);
+    const int64_t num_ranges = divide_up(num_tokens_, kRangeTokens);
+    const int64_t parts = num_ranges == 1 ? divide_up(num_tokens_, kernels_.part_tokens) : 1;
+    const int64_t part_tokens =
+        num_ranges == 1 ? kernels_.part_tokens
+                        : divide_up(divide_up(num_tokens_, num_ranges), kRangeStep) * kRangeStep;
+    const int64_t stripe_rows = stripe_panels * kPanelRows;
+    const int64_t grain = std::min(
+        divide_up(kTaskBytes, stripe_panels * panel_bytes(params_.format, params_.columns)),
+        divide_up(kTaskProducts,
+                  std::min(part_tokens, num_tokens_) * params_.columns * stripe_rows));
+    parallel_for(num_ranges * stripes * parts, grain, [&](int64_t begin, int64_t end) {
       constexpr int64_t kSumsBytes = kRangeTokens * kGroupRows * 4;
       constexpr int64_t kWidenedBytes = kGroupPanels * kPassBlocks * kWidenedBlockBytes;
       auto* const scratch =
           static_cast<uint8_t*>(range_scratch.at_least(kSumsBytes + kWidenedBytes));
       for (int64_t item = begin; item < end;) {
+        const int64_t stripe = item / parts % stripes, part = item % parts;
+        // Whole stripes, or some parts of one.
+        int64_t num_stripes = 1, num_parts = std::min(parts - part, end - item);
+        if (num_parts == parts) num_stripes = std::min((end - item) / parts, stripes - stripe);
         LinearRange range{};
-        range.first_panel = item % panels;
-        range.num_panels = std::min(end - item, panels - range.first_panel);
-        range.first_token = item / panels * range_tokens;
-        range.num_tokens = std::min(range_tokens, num_tokens_ - range.first_token);
+        range.first_panel = stripe * stripe_panels;
+        range.num_panels = std::min(num_stripes * stripe_panels, panels - range.first_panel);
+        range.first_token = (item / (stripes * parts) + part) * part_tokens;
+        range.num_tokens = std::min(num_parts * part_tokens, num_tokens_ - range.first_token);
         range.sums = reinterpret_cast<float*>(scratch);
         range.widened = scratch + kSumsBytes;
         if (range.num_tokens > 0) kernels_.multiply(call_, range);
-        item += range.num_panels;
+        item += num_stripes * num_parts;
       }
     });
   }

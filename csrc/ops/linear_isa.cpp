@@ -190,6 +190,7 @@ void multiply(const LinearCall& call, const LinearRange& range) {
 
 }  // namespace
 
-const LinearKernels kLinearKernels = {sizeof(Element), padded_tokens, prepare, multiply};
+const LinearKernels kLinearKernels = {sizeof(Element), kPartTokens, padded_tokens, prepare,
+                                      multiply};
 
 }  // namespace vllm_lite::VL_ISA

@@ -52,6 +52,7 @@ struct LinearRange {
 
 struct LinearKernels {
   int64_t element_bytes;  // of a prepared input
+  int64_t part_tokens;    // whole tiles: tokens that are worth reading a weight for once more
   int64_t (*padded_tokens)(int64_t num_tokens);
   // Prepares tokens [first, last) of the padded ones.
   void (*prepare)(const LinearInput& input, int64_t first, int64_t last);

@@ -11,6 +11,7 @@ namespace vllm_lite::VL_ISA {
 namespace {
 
 constexpr int kMaxTileTokens = 6;
+constexpr int64_t kPartTokens = 4 * kMaxTileTokens;
 // Vectors of rows beside each other: enough sums to hide the latency of the multiply-add, few
 // enough for 32 (AVX-512) or 16 registers.
 constexpr int tile_vecs(int tokens) {

@@ -46,7 +46,7 @@ def test_threads_change_no_bit(format: str, linear_isa: str) -> None:
         for threads in (1, 2, 3):
             ops.set_num_threads(threads)
             packed = weight.packed()
-            results.append([product(weight, x[:n], packed) for n in (1, 30, 300)])
+            results.append([product(weight, x[:n], packed) for n in (1, 30, 100, 300)])
     finally:
         ops.set_num_threads(1)
     for others in results[1:]:
