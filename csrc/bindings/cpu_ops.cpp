@@ -2,6 +2,8 @@
 // how many threads the kernels have.
 #include <torch/csrc/stable/library.h>
 
+#include <vector>
+
 #include "bindings/op_args.h"
 #include "core/isa.h"
 #include "core/thread_pool.h"
@@ -37,12 +39,17 @@ void use_threads(int64_t num_threads) {
   set_num_threads(static_cast<int>(num_threads));
 }
 
+bool pin_threads_to(std::vector<int64_t> cpus) {
+  return pin_threads(std::vector<int>(cpus.begin(), cpus.end()));
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(vllm_lite, m) {
   m.def("dequantize(Tensor(a!) out, Tensor blocks, int ggml_type) -> ()");
   m.def("best_cpu_isa() -> int");
   m.def("current_cpu_isa() -> int");
   m.def("set_cpu_isa(int isa) -> ()");
   m.def("set_num_threads(int num_threads) -> ()");
+  m.def("pin_threads(int[] cpus) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_lite, CPU, m) { m.impl("dequantize", TORCH_BOX(&dequantize)); }
@@ -52,6 +59,7 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_lite, CompositeExplicitAutograd, m) {
   m.impl("current_cpu_isa", TORCH_BOX(&current_cpu_isa));
   m.impl("set_cpu_isa", TORCH_BOX(&set_cpu_isa));
   m.impl("set_num_threads", TORCH_BOX(&use_threads));
+  m.impl("pin_threads", TORCH_BOX(&pin_threads_to));
 }
 
 }  // namespace

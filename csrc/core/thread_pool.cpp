@@ -1,5 +1,8 @@
 #include "core/thread_pool.h"
 
+#include <pthread.h>
+#include <sched.h>
+
 #include <algorithm>
 #include <chrono>
 #include <memory>
@@ -25,6 +28,14 @@ void relax() {
 #else
   std::this_thread::yield();
 #endif
+}
+
+bool pin_thread(pthread_t thread, int cpu) {
+  if (cpu < 0 || cpu >= CPU_SETSIZE) return false;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(cpu, &set);
+  return pthread_setaffinity_np(thread, sizeof(set), &set) == 0;
 }
 
 constexpr uint32_t job_of(uint64_t claimed) { return static_cast<uint32_t>(claimed >> 32); }
@@ -78,6 +89,17 @@ void ThreadPool::run(int64_t count, int64_t grain, const void* context, Parallel
     }
   }
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+bool ThreadPool::pin(const std::vector<int>& cpus) {
+  VL_CHECK(cpus.size() == static_cast<size_t>(num_threads_),
+           "pin_threads: " + std::to_string(cpus.size()) + " CPUs for " +
+               std::to_string(num_threads_) + " threads");
+  bool all = pin_thread(pthread_self(), cpus[0]);
+  for (size_t i = 0; i < workers_.size(); ++i) {
+    all &= pin_thread(workers_[i].native_handle(), cpus[i + 1]);
+  }
+  return all;
 }
 
 void ThreadPool::help(uint32_t job) {
@@ -164,6 +186,12 @@ void set_num_threads(int num_threads) {
     current.pool.swap(next);
   }
   set_parallel_backend(run_in_pool);
+}
+
+bool pin_threads(const std::vector<int>& cpus) {
+  const std::shared_ptr<ThreadPool> pool = current_pool().get();
+  VL_CHECK(pool != nullptr, "pin_threads: set_num_threads comes first");
+  return pool->pin(cpus);
 }
 
 }  // namespace vllm_lite

@@ -29,6 +29,9 @@ class ThreadPool {
   // A ParallelBackend. Runs the body on the calling thread alone if that is inside a job already,
   // or if the pool has a job of another thread. Throws what a body has thrown, when all are done.
   void run(int64_t count, int64_t grain, const void* context, ParallelBody body);
+  // The caller stays on cpus[0], worker i on cpus[i]: num_threads() numbers of CPUs. False where
+  // the system does not allow it; then some threads may be bound.
+  bool pin(const std::vector<int>& cpus);
 
  private:
   // Claims ranges of `job` and works on them until nothing is left to claim.
@@ -58,5 +61,8 @@ class ThreadPool {
 // Makes parallel_for use a pool of so many threads, from the next call on. Not in a fork of a
 // process that has a pool.
 void set_num_threads(int num_threads);
+
+// ThreadPool::pin of that pool. Throws Error if it has another number of threads.
+bool pin_threads(const std::vector<int>& cpus);
 
 }  // namespace vllm_lite

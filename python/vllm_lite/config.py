@@ -218,17 +218,6 @@ def resolve_device_name(name: DeviceName) -> str:
     return "cuda" if any(map(os.path.exists, _NVIDIA_DEVICES)) else "cpu"
 
 
-def available_cores() -> int:
-    """Cores that this process may use: its affinity and its control group's CPU limit."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
-
-
 def parse_bytes(text: str) -> int:
     """``"1073741824"``, ``"512M"``, ``"1.5G"`` (powers of 1024) -> bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())

@@ -442,6 +442,11 @@ def set_num_threads(num_threads: int) -> None:
     _ops.set_num_threads(num_threads)
 
 
+def pin_threads(cpus: list[int]) -> bool:
+    """Keeps each of these threads on a CPU: the caller on the first. Whether all could be."""
+    return bool(_ops.pin_threads(cpus))
+
+
 def cpu_isas() -> list[str]:
     """Instruction sets that this processor supports, least first."""
     return list(_CPU_ISAS[: int(_ops.best_cpu_isa()) + 1])

@@ -35,6 +35,7 @@ def serve(channel: Channel) -> None:
 
     resolved = config.resolve(model_config)
     worker = Worker(config, resolved, files, model_config, report)
+    worker.pin_threads()
     if resolved.num_blocks is None:
         channel.send({"event": "kv_cache_memory", "bytes": worker.kv_cache_memory})
     channel.send({"event": "ready"})

@@ -8,7 +8,8 @@ import msgspec
 import torch
 
 from vllm_lite import ops
-from vllm_lite.config import EngineConfig, ResolvedConfig, available_cores
+from vllm_lite.config import EngineConfig, ResolvedConfig
+from vllm_lite.cores import cores, num_available_cores
 from vllm_lite.model_config import ModelConfig
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.models import load_model
@@ -55,7 +56,8 @@ class Worker:
         _check_not_forked()
         # The kernels have threads of their own; torch's would only compete with them.
         torch.set_num_threads(1)
-        ops.set_num_threads(config.num_threads or available_cores())
+        self._num_threads = config.num_threads or num_available_cores()
+        ops.set_num_threads(self._num_threads)
         self._device = torch.device(resolved.device)
         if resolved.device == "cuda":
             check_device()
@@ -113,6 +115,18 @@ class Worker:
             resolved.num_blocks * config.block_size,
             resolved.kv_cache_dtype,
         )
+
+    def pin_threads(self) -> None:
+        """Keeps each of the kernels' threads, the caller's among them, on a core of its own.
+
+        Only where they have all the cores that this process may use: with fewer, another engine
+        beside this one would choose the same ones.
+        """
+        cpus = cores()
+        if self._device.type != "cpu" or len(cpus) != self._num_threads:
+            return
+        if not ops.pin_threads(cpus):
+            logger.info("the kernels' threads cannot be pinned to cores here")
 
     def execute(self, plan_bytes: memoryview | bytes) -> bytes:
         """Runs one step; returns the words of its result (csrc/scheduler/step_plan.h)."""

@@ -1,6 +1,7 @@
 #include "core/thread_pool.h"
 
 #include <gtest/gtest.h>
+#include <sched.h>
 
 #include <atomic>
 #include <chrono>
@@ -122,6 +123,44 @@ TEST(ThreadPool, ThrowsWhatABodyThrewAndGoesOn) {
     run(pool, 50, 1, [&](int64_t begin, int64_t end) { sum += end - begin; });
     EXPECT_EQ(sum, 50);
   }
+}
+
+int cpu_of_only() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) != 0 || CPU_COUNT(&set) != 1) return -1;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(cpu, &set)) return cpu;
+  }
+  return -1;
+}
+
+TEST(ThreadPool, PinnedThreadsStayOnTheirCpus) {
+  cpu_set_t allowed;
+  ASSERT_EQ(sched_getaffinity(0, sizeof(allowed), &allowed), 0);
+  std::vector<int> cpus;
+  for (int cpu = 0; cpu < CPU_SETSIZE && cpus.size() < 2; ++cpu) {
+    if (CPU_ISSET(cpu, &allowed)) cpus.push_back(cpu);
+  }
+  if (cpus.size() < 2) GTEST_SKIP() << "one CPU";
+  std::swap(cpus[0], cpus[1]);
+  // Not the test's own thread: it would stay pinned.
+  std::thread caller([&] {
+    ThreadPool pool(2);
+    EXPECT_ANY_THROW(pool.pin({cpus[0]}));
+    EXPECT_FALSE(pool.pin({-1, cpus[1]}));
+    ASSERT_TRUE(pool.pin(cpus));
+    std::atomic<int> working{0};
+    std::atomic<int> found[2] = {-1, -1};
+    run(pool, 2, 1, [&](int64_t begin, int64_t) {
+      found[begin] = cpu_of_only();
+      // Neither ends before the other has begun.
+      for (++working; working < 2;) std::this_thread::yield();
+    });
+    EXPECT_EQ(std::min(found[0].load(), found[1].load()), std::min(cpus[0], cpus[1]));
+    EXPECT_EQ(std::max(found[0].load(), found[1].load()), std::max(cpus[0], cpus[1]));
+    EXPECT_EQ(cpu_of_only(), cpus[0]);
+  });
+  caller.join();
 }
 
 TEST(ThreadPool, NeedsAThread) { EXPECT_ANY_THROW(ThreadPool(0)); }
