@@ -18,7 +18,7 @@ from peers.engines import Engine, all_engines
 from peers.install import PEERS, install
 from peers.report import write_report
 from peers.running import start
-from vllm_lite.config import available_cores
+from vllm_lite.cores import num_available_cores
 from workloads import Workload, all_workloads
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def sessions(engine: Engine, workloads: list[Workload]) -> list[list[Workload]]:
 
 def run_session(engine: Engine, workloads: list[Workload], number: int, root: Path) -> list[Record]:
     """One record per workload; those after a failure carry its reason, too."""
-    threads = available_cores()
+    threads = num_available_cores()
     machine = measure_machine(torch.bfloat16)
     serving = any(workload.rate is not None for workload in workloads)
     records: list[Record] = [
