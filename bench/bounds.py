@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_lite.config import DTYPE_BYTES, available_cores
+from vllm_lite.config import DTYPE_BYTES
+from vllm_lite.cores import num_available_cores
 from vllm_lite.model_config import ModelConfig
 
 
@@ -18,14 +19,14 @@ class Machine:
 
 def measure_machine(dtype: torch.dtype) -> Machine:
     """Best of a few short runs; takes about two seconds."""
-    torch.set_num_threads(available_cores())
+    torch.set_num_threads(num_available_cores())
     array = torch.ones(1 << 27, dtype=torch.float32)  # 512 MiB: far beyond the caches
     read_seconds = min(_seconds(lambda: array.sum()) for _ in range(5))
     left = torch.randn(1024, 2048).to(dtype)
     right = torch.randn(2048, 2048).to(dtype)
     product_seconds = min(_seconds(lambda: left @ right) for _ in range(5))
     return Machine(
-        cores=available_cores(),
+        cores=num_available_cores(),
         read_bandwidth=array.numel() * 4 / read_seconds,
         flops=2 * 1024 * 2048 * 2048 / product_seconds,
     )

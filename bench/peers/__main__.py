@@ -94,7 +94,7 @@ def describe_machine() -> Record:
     ]
     return {
         "cpu": names[0] if names else platform.machine(),
-        "cores": available_cores(),
+        "cores": num_available_cores(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9),
     }
 
@@ -127,7 +127,10 @@ def main() -> None:
     root = args.root.absolute()
     output = args.output or (root / "smoke" if args.smoke else ROOT / "bench/results")
 
-    every_engine, every_workload = all_engines(root, available_cores()), all_workloads(args.smoke)
+    every_engine, every_workload = (
+        all_engines(root, num_available_cores()),
+        all_workloads(args.smoke),
+    )
     names = chosen(args.engines, [engine.name for engine in every_engine], "engines")
     engines = [engine for engine in every_engine if engine.name in names]
     names = chosen(args.workloads, [workload.name for workload in every_workload], "workloads")
@@ -157,7 +160,7 @@ def main() -> None:
     for peer in PEERS:
         if any(engine.peer == peer for engine in engines):
             print(f"installing {peer}", flush=True)
-            reasons[peer] = install(peer, root, args.jobs or available_cores())
+            reasons[peer] = install(peer, root, args.jobs or num_available_cores())
     there = [engine for engine in engines if not reasons.get(engine.peer or "")]
     for engine in engines:
         for workload in workloads:
