@@ -8,67 +8,43 @@ namespace vllm_lite {
 namespace {
 
 template <void (*kKernel)(const SampleParams&)>
-void sample(Tensor logits, Tensor rows, Tensor positions, Tensor float_state, Tensor int_state,
-            Tensor seeds, OptionalTensor output_counts, OptionalTensor prompt_mask,
-            OptionalTensor bias_start, OptionalTensor bias_ids, OptionalTensor bias_values,
-            OptionalTensor allowed_start, OptionalTensor allowed_ids, OptionalTensor stop_start,
-            OptionalTensor stop_ids, Tensor token_ids, OptionalTensor logprobs,
-            OptionalTensor ranks, OptionalTensor top_ids, OptionalTensor top_logprobs,
-            OptionalTensor workspace, OptionalTensor last_tokens, int64_t stream) {
+void sample(Tensor logits, Tensor rows, Tensor positions, Tensor row_state, OptionalTensor id_lists,
+            OptionalTensor output_counts, OptionalTensor prompt_mask, Tensor token_ids,
+            OptionalTensor logprobs, OptionalTensor ranks, OptionalTensor top_ids,
+            OptionalTensor top_logprobs, OptionalTensor workspace, OptionalTensor last_tokens,
+            int64_t stream) {
   constexpr const char* kOp = "sample";
   check(logits.dim() == 2 && logits.stride(1) == 1 && logits.scalar_type() == ScalarType::Float,
         kOp, "logits must be float32 [num_rows, vocab_size]");
   const int64_t num_rows = logits.size(0), vocab_size = logits.size(1);
   check(rows.numel() == num_rows && positions.numel() == num_rows && token_ids.numel() == num_rows,
         kOp, "rows, positions and token_ids must be [num_rows]");
-  check(float_state.dim() == 2 && float_state.size(0) == 6 && int_state.dim() == 2 &&
-            int_state.size(0) == 3 && int_state.size(1) == float_state.size(1) &&
-            seeds.numel() == float_state.size(1),
-        kOp, "float_state must be [6, max_rows], int_state [3, max_rows] and seeds [max_rows]");
-  const int64_t max_rows = seeds.numel();
+  check(row_state.dim() == 2 && row_state.size(1) == kRowStateWords, kOp,
+        "row_state must be [max_rows, 16]");
+  const int64_t max_rows = row_state.size(0);
+  check(!id_lists || (id_lists->dim() == 2 && id_lists->size(0) == max_rows), kOp,
+        "id_lists must be [max_rows, words]");
   check(output_counts.has_value() == prompt_mask.has_value(), kOp,
         "output_counts and prompt_mask come together");
   check(!output_counts || (output_counts->numel() == max_rows * vocab_size &&
                            prompt_mask->numel() == max_rows * vocab_size),
         kOp, "output_counts and prompt_mask must be [max_rows, vocab_size]");
-  for (const OptionalTensor* start : {&bias_start, &allowed_start, &stop_start}) {
-    check(!start->has_value() || (*start)->numel() == num_rows + 1, kOp,
-          "an id list's start must be [num_rows + 1]");
-  }
   check(
       top_ids.has_value() == top_logprobs.has_value() && logprobs.has_value() == ranks.has_value(),
       kOp, "top_ids and top_logprobs, logprobs and ranks come together");
-  check_same_device(kOp, logits, rows, positions, float_state, int_state, seeds, output_counts,
-                    prompt_mask, bias_start, bias_ids, bias_values, allowed_start, allowed_ids,
-                    stop_start, stop_ids, token_ids, logprobs, ranks, top_ids, top_logprobs,
-                    workspace, last_tokens);
+  check_same_device(kOp, logits, rows, positions, row_state, id_lists, output_counts, prompt_mask,
+                    token_ids, logprobs, ranks, top_ids, top_logprobs, workspace, last_tokens);
   check(!last_tokens || last_tokens->numel() == max_rows, kOp, "last_tokens must be [max_rows]");
-  const float* floats = float_data(float_state, kOp, "float_state");
-  const int32_t* ints = int32_data(int_state, kOp, "int_state");
   SampleParams params{};
   params.logits = static_cast<const float*>(logits.const_data_ptr());
   params.logits_stride = logits.stride(0);
   params.rows = int32_data(rows, kOp, "rows");
   params.positions = int32_data(positions, kOp, "positions");
-  params.temperature = floats;
-  params.top_p = floats + max_rows;
-  params.min_p = floats + 2 * max_rows;
-  params.repetition_penalty = floats + 3 * max_rows;
-  params.presence_penalty = floats + 4 * max_rows;
-  params.frequency_penalty = floats + 5 * max_rows;
-  params.top_k = ints;
-  params.num_logprobs = ints + max_rows;
-  params.min_total_tokens = ints + 2 * max_rows;
-  params.seeds = reinterpret_cast<const uint64_t*>(int64_data(seeds, kOp, "seeds"));
+  params.row_state = reinterpret_cast<const RowState*>(int32_data(row_state, kOp, "row_state"));
+  params.id_lists = int32_data(id_lists, kOp, "id_lists");
+  params.id_lists_stride = id_lists ? id_lists->size(1) : 0;
   params.output_counts = int32_data(output_counts, kOp, "output_counts");
   params.prompt_mask = byte_data(prompt_mask, kOp, "prompt_mask");
-  params.bias_start = int32_data(bias_start, kOp, "bias_start");
-  params.bias_ids = int32_data(bias_ids, kOp, "bias_ids");
-  params.bias_values = float_data(bias_values, kOp, "bias_values");
-  params.allowed_start = int32_data(allowed_start, kOp, "allowed_start");
-  params.allowed_ids = int32_data(allowed_ids, kOp, "allowed_ids");
-  params.stop_start = int32_data(stop_start, kOp, "stop_start");
-  params.stop_ids = int32_data(stop_ids, kOp, "stop_ids");
   params.token_ids = int32_data(token_ids, kOp, "token_ids");
   params.last_tokens = int32_data(last_tokens, kOp, "last_tokens");
   params.logprobs = float_data(logprobs, kOp, "logprobs");
@@ -91,13 +67,10 @@ int64_t sample_workspace_bytes(int64_t num_rows, int64_t vocab_size) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(VL_OPS, m) {
   m.def(
-      "sample(Tensor logits, Tensor rows, Tensor positions, Tensor float_state, Tensor int_state, "
-      "Tensor seeds, Tensor(a!)? output_counts, Tensor? prompt_mask, Tensor? bias_start, "
-      "Tensor? bias_ids, Tensor? bias_values, Tensor? allowed_start, Tensor? allowed_ids, "
-      "Tensor? stop_start, "
-      "Tensor? stop_ids, Tensor(b!) token_ids, Tensor(c!)? logprobs, Tensor(d!)? ranks, "
-      "Tensor(e!)? top_ids, Tensor(f!)? top_logprobs, Tensor(g!)? workspace, "
-      "Tensor(h!)? last_tokens, int stream) -> ()");
+      "sample(Tensor logits, Tensor rows, Tensor positions, Tensor row_state, Tensor? id_lists, "
+      "Tensor(a!)? output_counts, Tensor? prompt_mask, Tensor(b!) token_ids, "
+      "Tensor(c!)? logprobs, Tensor(d!)? ranks, Tensor(e!)? top_ids, Tensor(f!)? top_logprobs, "
+      "Tensor(g!)? workspace, Tensor(h!)? last_tokens, int stream) -> ()");
   m.def("sample_workspace_bytes(int num_rows, int vocab_size) -> int");
 }
 

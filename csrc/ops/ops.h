@@ -5,6 +5,7 @@
 
 #include "core/dtype.h"
 #include "core/isa.h"
+#include "core/row_state.h"
 
 namespace vllm_lite {
 
@@ -139,32 +140,19 @@ struct SampleParams {
   int64_t logits_stride;     // elements
   const int32_t* rows;       // [num_rows], row of the per-row state below
   const int32_t* positions;  // [num_rows], position of the sampled token (= tokens so far)
-  // Per-row state, indexed by rows[i].
-  const float* temperature;         // [max_rows]
-  const float* top_p;               // [max_rows]
-  const float* min_p;               // [max_rows]
-  const int32_t* top_k;             // [max_rows], 0: all
-  const float* repetition_penalty;  // [max_rows]
-  const float* presence_penalty;    // [max_rows]
-  const float* frequency_penalty;   // [max_rows]
-  const int32_t* num_logprobs;      // [max_rows], -1: none
-  const int32_t* min_total_tokens;  // [max_rows], stop ids are masked while positions[i] < this
-  const uint64_t* seeds;            // [max_rows]
+  // What rows keep from step to step, indexed by rows[i].
+  const RowState* row_state;  // [max_rows]
+  // Of each row: bias ids, bias values (floats), allowed ids and stop ids, back to back and as many
+  // as its RowState says.
+  const int32_t* id_lists;  // [max_rows, id_lists_stride], or nullptr: no row has any
+  int64_t id_lists_stride;  // elements
   // Both [max_rows, vocab_size], or nullptr: no row has penalties.
   int32_t* output_counts;      // tokens generated; the sampled token is counted here
   const uint8_t* prompt_mask;  // 1: in the prompt
-  // Id lists of the sampled rows, ragged: list i is [start[i], start[i+1]). nullptr starts: none.
-  const int32_t* bias_start;  // [num_rows + 1]
-  const int32_t* bias_ids;
-  const float* bias_values;
-  const int32_t* allowed_start;  // [num_rows + 1]; an empty list allows all
-  const int32_t* allowed_ids;
-  const int32_t* stop_start;  // [num_rows + 1]
-  const int32_t* stop_ids;
   // Results.
   int32_t* token_ids;  // [num_rows], -1: row failed
-  int32_t*
-      last_tokens;      // [max_rows] or nullptr; of rows[i] it becomes the token, 0 if row i failed
+  // [max_rows] or nullptr; of rows[i] it becomes the token, 0 if row i failed
+  int32_t* last_tokens;
   float* logprobs;      // [num_rows] or nullptr
   int32_t* ranks;       // [num_rows] or nullptr; 1 + number of raw logits greater than the token's
   int32_t* top_ids;     // [num_rows, max_logprobs] or nullptr; unused entries -1

@@ -37,8 +37,8 @@ struct Mask {
     __syncthreads();
   }
   // Sets or clears the bits of list entries that lie in the segment.
-  __device__ void change(const int32_t* ids, int begin, int end, bool masked) {
-    for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += kThreads) {
+  __device__ void change(const int32_t* ids, int count, bool masked) {
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
       const int64_t place = static_cast<int64_t>(ids[i]) - segment_begin();
       if (place < 0 || place >= kSampleSegment) continue;
       const uint32_t bit = 1u << (place % 32);
@@ -58,12 +58,13 @@ struct Mask {
 
 // Adds the row's bias to its copy. A thread does all of an id's entries, in their order.
 __device__ void add_bias(const Row& row) {
-  const SampleParams& params = row.params;
-  for (int i = params.bias_start[row.index]; i < params.bias_start[row.index + 1]; ++i) {
-    const int id = params.bias_ids[i];
+  const IdLists lists = row.lists();
+  const int count = row.kept().num_bias;
+  for (int i = 0; i < count; ++i) {
+    const int id = lists.bias_ids[i];
     const int64_t place = static_cast<int64_t>(id) - segment_begin();
-    if (place < 0 || place >= kSampleSegment || id >= params.vocab_size) continue;
-    if (place / 4 % kThreads == threadIdx.x) row.copy()[id] += params.bias_values[i];
+    if (place < 0 || place >= kSampleSegment || id >= row.params.vocab_size) continue;
+    if (place / 4 % kThreads == threadIdx.x) row.copy()[id] += lists.bias_values[i];
   }
 }
 
@@ -87,17 +88,15 @@ __device__ BestLogit process_segment(const Row& row, const Segment& segment, Mas
   const bool with_mask = restricted || without_stop;
   if (with_mask) mask.fill(restricted ? ~0u : 0u);
   if (restricted) {
-    mask.change(params.allowed_ids, params.allowed_start[row.index],
-                params.allowed_start[row.index + 1], false);
+    mask.change(row.lists().allowed_ids, row.kept().num_allowed, false);
   }
   if (without_stop) {
-    mask.change(params.stop_ids, params.stop_start[row.index], params.stop_start[row.index + 1],
-                true);
+    mask.change(row.lists().stop_ids, row.kept().num_stop, true);
   }
   const bool with_penalties = row.with_penalties();
-  const float repetition = params.repetition_penalty[row.state];
-  const float frequency = params.frequency_penalty[row.state];
-  const float presence = params.presence_penalty[row.state];
+  const float repetition = row.sampling().repetition_penalty;
+  const float frequency = row.sampling().frequency_penalty;
+  const float presence = row.sampling().presence_penalty;
   BestLogit best;
 #pragma unroll 2
   for (int i = 0; i < kVectors; ++i) {
@@ -287,7 +286,7 @@ __global__ void __launch_bounds__(kThreads)
   if (!selection.by_weight && selection.count == 0) return;
   const int size = args.params.vocab_size;
   const int64_t target = selection.by_weight
-                             ? top_p_target(args.params.top_p[row.state], row.sum(job, scratch[0]))
+                             ? top_p_target(row.sampling().top_p, row.sum(job, scratch[0]))
                              : selection.count;
   const uint64_t* bins = row.bins(job);
   // A target of 0 is reached by the first token.

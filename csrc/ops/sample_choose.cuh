@@ -94,7 +94,7 @@ __device__ int32_t choose_among_survivors(const Row& row, const SegmentPeak& pea
     } else {
       total = row.sum(kDraw, scratch);
     }
-    const int64_t target = top_p_target(row.params.top_p[row.state], total);
+    const int64_t target = top_p_target(row.sampling().top_p, total);
     last = select_key<true>(source, selection, last, target > 0 ? target : 1, digits, scratch);
   }
   __syncthreads();

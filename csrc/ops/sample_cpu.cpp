@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <limits>
 #include <numeric>
+#include <span>
 #include <vector>
 
 #include "core/parallel_for.h"
@@ -78,10 +79,10 @@ class RowSampler {
     const float* x = processed_logits();
     const Peak peak = x == raw_ ? raw_peak : passes_.find_peak(x, size_);
     if (peak.broken || peak.id < 0) return;
-    const int32_t token = params_.temperature[row_] > 0.0f ? draw(x, peak) : peak.id;
+    const int32_t token = sampling().temperature > 0.0f ? draw(x, peak) : peak.id;
     params_.token_ids[index_] = token;
     if (params_.output_counts) ++params_.output_counts[state_offset() + token];
-    if (params_.num_logprobs[row_] >= 0) write_logprobs(token, raw_peak.value);
+    if (sampling().num_logprobs >= 0) write_logprobs(token, raw_peak.value);
   }
 
   int64_t state_offset() const { return static_cast<int64_t>(row_) * size_; }
@@ -97,30 +98,32 @@ class RowSampler {
     std::fill_n(params_.top_logprobs + begin, params_.max_logprobs, -kInfinity);
   }
 
-  bool has_list(const int32_t* start) const { return start && start[index_] < start[index_ + 1]; }
+  const RowState& kept() const { return params_.row_state[row_]; }
+  const RowSampling& sampling() const { return kept().sampling; }
 
   // Bias, masks and penalties on a copy; the raw row itself if there are none.
   const float* processed_logits() {
-    const bool biased = has_list(params_.bias_start), restricted = has_list(params_.allowed_start);
-    const bool no_stop =
-        has_list(params_.stop_start) && params_.positions[index_] < params_.min_total_tokens[row_];
-    const float repetition = params_.repetition_penalty[row_];
-    const float presence = params_.presence_penalty[row_];
-    const float frequency = params_.frequency_penalty[row_];
+    const bool with_lists = params_.id_lists != nullptr;
+    const bool biased = with_lists && kept().num_bias > 0;
+    const bool restricted = with_lists && kept().num_allowed > 0;
+    const bool no_stop = with_lists && kept().num_stop > 0 &&
+                         params_.positions[index_] < sampling().min_total_tokens;
+    const float repetition = sampling().repetition_penalty;
+    const float presence = sampling().presence_penalty;
+    const float frequency = sampling().frequency_penalty;
     const bool penalized =
         params_.output_counts && (repetition != 1.0f || presence != 0.0f || frequency != 0.0f);
     if (!biased && !restricted && !no_stop && !penalized) return raw_;
     scratch_.logits.assign(raw_, raw_ + size_);
     float* x = scratch_.logits.data();
-    if (biased) {
-      for (int32_t i = params_.bias_start[index_]; i < params_.bias_start[index_ + 1]; ++i) {
-        if (in_vocabulary(params_.bias_ids[i])) x[params_.bias_ids[i]] += params_.bias_values[i];
+    if (with_lists) {
+      const IdLists lists(params_.id_lists + row_ * params_.id_lists_stride, kept());
+      for (int32_t i = 0; i < kept().num_bias; ++i) {
+        if (in_vocabulary(lists.bias_ids[i])) x[lists.bias_ids[i]] += lists.bias_values[i];
       }
-    }
-    if (restricted) restrict_to_allowed(x);
-    if (no_stop) {
-      for (int32_t i = params_.stop_start[index_]; i < params_.stop_start[index_ + 1]; ++i) {
-        if (in_vocabulary(params_.stop_ids[i])) x[params_.stop_ids[i]] = -kInfinity;
+      if (restricted) restrict_to({lists.allowed_ids, static_cast<size_t>(kept().num_allowed)}, x);
+      for (int32_t i = 0; no_stop && i < kept().num_stop; ++i) {
+        if (in_vocabulary(lists.stop_ids[i])) x[lists.stop_ids[i]] = -kInfinity;
       }
     }
     if (penalized) {
@@ -130,16 +133,12 @@ class RowSampler {
     return x;
   }
 
-  void restrict_to_allowed(float* x) {
-    const int32_t begin = params_.allowed_start[index_], end = params_.allowed_start[index_ + 1];
-    const int32_t* ids = params_.allowed_ids;
+  void restrict_to(std::span<const int32_t> ids, float* x) {
     scratch_.values.clear();
-    for (int32_t i = begin; i < end; ++i) {
-      scratch_.values.push_back(in_vocabulary(ids[i]) ? x[ids[i]] : 0.0f);
-    }
+    for (const int32_t id : ids) scratch_.values.push_back(in_vocabulary(id) ? x[id] : 0.0f);
     std::fill_n(x, size_, -kInfinity);
-    for (int32_t i = begin; i < end; ++i) {
-      if (in_vocabulary(ids[i])) x[ids[i]] = scratch_.values[i - begin];
+    for (size_t i = 0; i < ids.size(); ++i) {
+      if (in_vocabulary(ids[i])) x[ids[i]] = scratch_.values[i];
     }
   }
 
@@ -148,17 +147,17 @@ class RowSampler {
     draw.x = x;
     draw.size = size_;
     draw.peak = peak;
-    draw.scale = temperature_scale(params_.temperature[row_]);
+    draw.scale = temperature_scale(sampling().temperature);
     draw.cut_value = -kInfinity;
     draw.cut_id = -1;
     draw.min_scaled = -kInfinity;
-    draw.seed = params_.seeds[row_];
+    draw.seed = seed_of(sampling());
     draw.position = static_cast<uint32_t>(params_.positions[index_]);
-    const float min_p = params_.min_p[row_];
+    const float min_p = sampling().min_p;
     if (min_p > 0.0f) draw.min_scaled = least_scaled(min_p);
 
-    const int32_t top_k = params_.top_k[row_];
-    const float top_p = params_.top_p[row_];
+    const int32_t top_k = sampling().top_k;
+    const float top_p = sampling().top_p;
     const bool cut_k = top_k > 0 && top_k < size_, cut_p = top_p < 1.0f;
     if (cut_k || cut_p) {
       const Key last =
@@ -296,7 +295,7 @@ class RowSampler {
       params_.ranks[index_] = static_cast<int32_t>(1 + above);
     }
     if (!params_.top_ids) return;
-    const int64_t wanted = std::min(params_.num_logprobs[row_], params_.max_logprobs);
+    const int64_t wanted = std::min(sampling().num_logprobs, params_.max_logprobs);
     const int64_t count = std::min<int64_t>(wanted, size_);
     if (count == 0) return;
     collect_top_k(raw_, count);

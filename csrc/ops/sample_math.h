@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/row_state.h"
+
 #if defined(__CUDACC__)
 #define VL_HOST_DEVICE __host__ __device__
 #else
@@ -84,6 +86,24 @@ VL_HOST_DEVICE static inline int64_t top_p_target(float p, int64_t total) {
 }
 
 // ---- steps of SampleParams
+
+VL_HOST_DEVICE static inline uint64_t seed_of(const RowSampling& row) {
+  return uint64_t{row.seed_high} << 32 | row.seed_low;
+}
+
+// A row's piece of SampleParams::id_lists.
+struct IdLists {
+  const int32_t* bias_ids;
+  const float* bias_values;
+  const int32_t* allowed_ids;
+  const int32_t* stop_ids;
+
+  VL_HOST_DEVICE IdLists(const int32_t* words, const RowState& row)
+      : bias_ids(words),
+        bias_values(reinterpret_cast<const float*>(words + row.num_bias)),
+        allowed_ids(words + 2 * row.num_bias),
+        stop_ids(allowed_ids + row.num_allowed) {}
+};
 
 VL_HOST_DEVICE static inline float penalized(float logit, int32_t output_count, bool in_prompt,
                                              float repetition, float frequency, float presence) {

@@ -219,10 +219,6 @@ struct LeastKeys {
   }
 };
 
-__device__ bool has_list(const int32_t* start, int row) {
-  return start != nullptr && start[row] < start[row + 1];
-}
-
 // One row of the call: its parameters and what it needs done.
 struct Row {
   const SampleParams& params;
@@ -240,38 +236,45 @@ struct Row {
   __device__ const float* raw() const { return params.logits + index * params.logits_stride; }
   __device__ float* copy() const { return work.logits + index * work.logits_stride; }
 
-  __device__ bool biased() const { return has_list(params.bias_start, index); }
-  __device__ bool restricted() const { return has_list(params.allowed_start, index); }
+  __device__ const RowState& kept() const { return params.row_state[state]; }
+  __device__ const RowSampling& sampling() const { return kept().sampling; }
+  __device__ IdLists lists() const {
+    return IdLists(params.id_lists + state * params.id_lists_stride, kept());
+  }
+  __device__ bool biased() const { return params.id_lists != nullptr && kept().num_bias > 0; }
+  __device__ bool restricted() const {
+    return params.id_lists != nullptr && kept().num_allowed > 0;
+  }
   __device__ bool without_stop() const {
-    return has_list(params.stop_start, index) &&
-           params.positions[index] < params.min_total_tokens[state];
+    return params.id_lists != nullptr && kept().num_stop > 0 &&
+           params.positions[index] < sampling().min_total_tokens;
   }
   __device__ bool with_penalties() const {
     return params.output_counts != nullptr &&
-           (params.repetition_penalty[state] != 1.0f || params.presence_penalty[state] != 0.0f ||
-            params.frequency_penalty[state] != 0.0f);
+           (sampling().repetition_penalty != 1.0f || sampling().presence_penalty != 0.0f ||
+            sampling().frequency_penalty != 0.0f);
   }
   __device__ const float* processed() const {
     return biased() || restricted() || without_stop() || with_penalties() ? copy() : raw();
   }
 
-  __device__ bool greedy() const { return !(params.temperature[state] > 0.0f); }
-  __device__ float scale() const { return temperature_scale(params.temperature[state]); }
+  __device__ bool greedy() const { return !(sampling().temperature > 0.0f); }
+  __device__ float scale() const { return temperature_scale(sampling().temperature); }
   __device__ bool cut_k() const {
-    return params.top_k[state] > 0 && params.top_k[state] < params.vocab_size;
+    return sampling().top_k > 0 && sampling().top_k < params.vocab_size;
   }
-  __device__ bool cut_p() const { return params.top_p[state] < 1.0f; }
+  __device__ bool cut_p() const { return sampling().top_p < 1.0f; }
   __device__ float min_scaled() const {
-    const float min_p = params.min_p[state];
+    const float min_p = sampling().min_p;
     return min_p > 0.0f ? least_scaled(min_p) : -infinity();
   }
   __device__ uint32_t position() const { return static_cast<uint32_t>(params.positions[index]); }
-  __device__ uint64_t seed() const { return params.seeds[state]; }
+  __device__ uint64_t seed() const { return seed_of(sampling()); }
 
-  __device__ bool with_logprobs() const { return params.num_logprobs[state] >= 0; }
+  __device__ bool with_logprobs() const { return sampling().num_logprobs >= 0; }
   __device__ int num_top_ids() const {
     if (params.top_ids == nullptr) return 0;
-    return min(min(params.num_logprobs[state], params.max_logprobs), params.vocab_size);
+    return min(min(sampling().num_logprobs, params.max_logprobs), params.vocab_size);
   }
 
   __device__ int64_t first_segment() const {

@@ -36,11 +36,11 @@ __device__ bool selection_of(const Row& row, Job job, const SegmentPeak& peak, S
   if (row.greedy() || (!row.cut_k() && !row.cut_p())) return false;
   *out = {row.processed(), Key(peak.processed).logit(), 1.0f, 0, false, false, false, 0.0f};
   if (row.cut_k()) {
-    out->count = row.params.top_k[row.state];
+    out->count = row.sampling().top_k;
   } else {
     out->scale = row.scale();
     out->by_weight = out->with_sum = true;
-    out->most_away = negligible_distance(row.params.top_p[row.state], row.params.vocab_size);
+    out->most_away = negligible_distance(row.sampling().top_p, row.params.vocab_size);
   }
   return true;
 }

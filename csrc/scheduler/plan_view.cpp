@@ -43,9 +43,10 @@ PlanView::PlanView(std::span<const int32_t> words) {
   table_updates_ = sections.take(3 * int64_t{h.num_table_updates});
   copies_ = sections.take(2 * int64_t{h.num_block_copies});
   freed_rows_ = sections.take(h.num_freed_rows);
-  new_rows_ = sections.take(h.new_row_words);
+  new_rows_ = sections.take(int64_t{kNewRowWords} * h.num_new_rows);
+  row_lists_ = sections.take(h.num_list_words);
   VL_ASSERT(sections.empty());
-  VL_ASSERT(new_rows().size() == static_cast<size_t>(h.num_new_rows));
+  new_rows();  // throws if the lists are not as long as the rows say
 }
 
 int64_t PlanView::slot(int32_t token) const {
@@ -61,27 +62,26 @@ TableUpdate PlanView::table_update(int32_t index) const {
 
 std::vector<NewRow> PlanView::new_rows() const {
   std::vector<NewRow> rows;
-  Sections records(new_rows_);
+  Sections records(new_rows_), lists(row_lists_);
   while (!records.empty()) {
-    const auto header = records.take(kNewRowHeaderWords);
-    Sections record(records.take(int64_t{header[1]} - kNewRowHeaderWords));
     NewRow& row = rows.emplace_back();
-    row.row = header[0];
-    const auto sampling = record.take(sizeof(RowSampling) / sizeof(int32_t));
-    std::memcpy(static_cast<void*>(&row.sampling.row), sampling.data(), sizeof(RowSampling));
-    const auto take_ids = [&record](int32_t count) {
-      const auto ids = record.take(count);
+    row.row = records.take(1)[0];
+    RowState state;
+    std::memcpy(&state, records.take(kRowStateWords).data(), sizeof(state));
+    row.sampling.row = state.sampling;
+    const auto take_ids = [&lists](int32_t count) {
+      const auto ids = lists.take(count);
       return std::vector<TokenId>(ids.begin(), ids.end());
     };
-    row.sampling.bias_ids = take_ids(header[2]);
-    for (int32_t bits : record.take(header[2])) {
+    row.sampling.bias_ids = take_ids(state.num_bias);
+    for (int32_t bits : lists.take(state.num_bias)) {
       row.sampling.bias_values.push_back(std::bit_cast<float>(bits));
     }
-    row.sampling.allowed_ids = take_ids(header[3]);
-    row.sampling.stop_ids = take_ids(header[4]);
-    row.history = take_ids(header[5]);
-    VL_ASSERT(record.empty());
+    row.sampling.allowed_ids = take_ids(state.num_allowed);
+    row.sampling.stop_ids = take_ids(state.num_stop);
+    row.history = take_ids(state.num_history);
   }
+  VL_ASSERT(lists.empty());
   return rows;
 }
 

@@ -26,7 +26,7 @@ struct NewRow {
 class PlanView {
  public:
   // Throws InternalError unless the header's counts add up to exactly the words given and the
-  // new-row records to new_row_words. `words` must outlive the view.
+  // new rows' lists to num_list_words. `words` must outlive the view.
   explicit PlanView(std::span<const int32_t> words);
 
   const PlanHeader& header() const { return *header_; }
@@ -57,7 +57,8 @@ class PlanView {
   std::span<const int32_t> table_updates_;  // three words each
   std::span<const int32_t> copies_;
   std::span<const RowId> freed_rows_;
-  std::span<const int32_t> new_rows_;
+  std::span<const int32_t> new_rows_;  // kNewRowWords each
+  std::span<const int32_t> row_lists_;
 };
 
 }  // namespace vllm_lite

@@ -10,7 +10,6 @@ namespace vllm_lite {
 namespace {
 
 constexpr size_t kHeaderWords = sizeof(PlanHeader) / sizeof(int32_t);
-constexpr size_t kSamplingWords = sizeof(RowSampling) / sizeof(int32_t);
 constexpr size_t kTableUpdateWords = 3;
 
 int32_t narrow(size_t count) { return static_cast<int32_t>(count); }
@@ -23,36 +22,30 @@ int32_t* append(int32_t* out, const T* values, size_t count) {
   return out + count;
 }
 
-size_t num_history_words(const Sequence& sequence) {
-  return sequence.sampling->needs_history() ? sequence.tokens.size() : 0;
-}
-
-size_t num_new_row_words(const Sequence& sequence) {
-  const SamplingParams& sampling = *sequence.sampling;
-  return kNewRowHeaderWords + kSamplingWords + 2 * sampling.bias_ids.size() +
-         sampling.allowed_ids.size() + sampling.stop_ids.size() + num_history_words(sequence);
-}
-
-int32_t* append_new_row(int32_t* out, const Sequence& sequence) {
+RowState row_state(const Sequence& sequence) {
   const SamplingParams& sampling = *sequence.sampling;
   VL_ASSERT(sampling.bias_ids.size() == sampling.bias_values.size());
-  const size_t num_history = num_history_words(sequence);
-  const int32_t header[kNewRowHeaderWords] = {
-      sequence.row,
-      narrow(num_new_row_words(sequence)),
-      narrow(sampling.bias_ids.size()),
-      narrow(sampling.allowed_ids.size()),
-      narrow(sampling.stop_ids.size()),
-      narrow(num_history),
+  return {
+      .sampling = sampling.row,
+      .num_bias = narrow(sampling.bias_ids.size()),
+      .num_allowed = narrow(sampling.allowed_ids.size()),
+      .num_stop = sampling.row.min_total_tokens > 0 ? narrow(sampling.stop_ids.size()) : 0,
+      .num_history = sampling.needs_history() ? narrow(sequence.tokens.size()) : 0,
   };
-  out = append(out, header, kNewRowHeaderWords);
-  std::memcpy(out, &sampling.row, sizeof(RowSampling));
-  out += kSamplingWords;
-  out = append(out, sampling.bias_ids.data(), sampling.bias_ids.size());
-  out = append(out, sampling.bias_values.data(), sampling.bias_values.size());
-  out = append(out, sampling.allowed_ids.data(), sampling.allowed_ids.size());
-  out = append(out, sampling.stop_ids.data(), sampling.stop_ids.size());
-  return append(out, sequence.tokens.data(), num_history);
+}
+
+size_t num_list_words(const RowState& row) {
+  return 2 * static_cast<size_t>(row.num_bias) + static_cast<size_t>(row.num_allowed) +
+         static_cast<size_t>(row.num_stop) + static_cast<size_t>(row.num_history);
+}
+
+int32_t* append_lists(int32_t* out, const Sequence& sequence, const RowState& row) {
+  const SamplingParams& sampling = *sequence.sampling;
+  out = append(out, sampling.bias_ids.data(), static_cast<size_t>(row.num_bias));
+  out = append(out, sampling.bias_values.data(), static_cast<size_t>(row.num_bias));
+  out = append(out, sampling.allowed_ids.data(), static_cast<size_t>(row.num_allowed));
+  out = append(out, sampling.stop_ids.data(), static_cast<size_t>(row.num_stop));
+  return append(out, sequence.tokens.data(), static_cast<size_t>(row.num_history));
 }
 
 // The first table entry that the worker does not know and may need.
@@ -70,7 +63,7 @@ StepBuilder::StepBuilder(const SchedulerConfig& config, int32_t block_size) {
   const auto tokens = static_cast<size_t>(config.max_num_batched_tokens);
   const auto blocks = static_cast<size_t>(ceil_div(config.max_model_len, block_size));
   const size_t tables = kTableUpdateWords * rows * blocks;
-  const size_t per_row = 4 + 1 + 2 + kNewRowHeaderWords + kSamplingWords;
+  const size_t per_row = 4 + 1 + 2 + kNewRowWords;
   words_.reserve(
       std::min(kMaxReservedWords, kHeaderWords + 1 + 4 * tokens + per_row * rows + tables));
 }
@@ -81,12 +74,12 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   const size_t num_logits = static_cast<size_t>(step.num_samples);
   size_t num_table_updates = 0;
   size_t num_new_rows = 0;
-  size_t new_row_words = 0;
+  size_t list_words = 0;
   for (const ScheduledSequence& part : step.sequences) {
     num_table_updates += part.sequence->block_table.blocks.size() - first_unsent(part);
     if (part.new_row) {
       ++num_new_rows;
-      new_row_words += num_new_row_words(*part.sequence);
+      list_words += num_list_words(row_state(*part.sequence));
     }
   }
 
@@ -101,7 +94,8 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   const size_t copies_at = tables_at + kTableUpdateWords * num_table_updates;
   const size_t freed_at = copies_at + 2 * step.copies.size();
   const size_t new_rows_at = freed_at + step.freed_rows.size();
-  const size_t num_words = new_rows_at + new_row_words;
+  const size_t lists_at = new_rows_at + kNewRowWords * num_new_rows;
+  const size_t num_words = lists_at + list_words;
   words_.resize(num_words);
   int32_t* const words = words_.data();
 
@@ -117,7 +111,7 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   header.num_block_copies = narrow(step.copies.size());
   header.num_freed_rows = narrow(step.freed_rows.size());
   header.num_new_rows = narrow(num_new_rows);
-  header.new_row_words = narrow(new_row_words);
+  header.num_list_words = narrow(list_words);
   header.max_logprobs = -1;
 
   int32_t* slots = words + slots_at;  // two words each
@@ -126,6 +120,7 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   int32_t* logits = words + logits_at;
   int32_t* table_update = words + tables_at;
   int32_t* new_row = words + new_rows_at;
+  int32_t* lists = words + lists_at;
   int32_t token = 0;  // of the step
   int32_t index = 0;
   const int32_t offset_mask = (1 << block_shift_) - 1;
@@ -167,7 +162,13 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
       table_update = append(table_update, update, kTableUpdateWords);
     }
     s.num_blocks_sent = narrow(num_blocks);
-    if (part.new_row) new_row = append_new_row(new_row, s);
+    if (part.new_row) {
+      const RowState row = row_state(s);
+      *new_row++ = s.row;
+      std::memcpy(new_row, &row, sizeof(row));
+      new_row += kRowStateWords;
+      lists = append_lists(lists, s, row);
+    }
   }
   words[starts_at + num_seqs] = token;
   int32_t* copy = words + copies_at;

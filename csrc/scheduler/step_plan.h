@@ -15,8 +15,9 @@
 //   logits_indices     num_logits                index into token_ids of each token that is sampled from
 //   table_updates      3 * num_table_updates     (row, index, block): the block tables live in the worker
 //   block_copies       2 * num_block_copies      (source, destination), before the forward pass
-//   freed_rows         num_freed_rows            forget these rows' state, if any, before new_rows
-//   new_rows           new_row_words             num_new_rows records, see below
+//   freed_rows         num_freed_rows            nobody uses these rows until they are new again
+//   new_rows           17 * num_new_rows         row, RowState (16 words, core/row_state.h)
+//   row_lists          num_list_words            the lists of the new rows, see below
 // clang-format on
 //
 // Plans are carried out in the order in which they are sent, and each is answered by one result, in
@@ -25,15 +26,15 @@
 // row, and the worker puts in what that row sampled last; if the row failed any valid id will do,
 // since the engine core throws away what it computes from it.
 //
-// A new-row record: row, words in all, num_bias, num_allowed, num_stop, num_history, then
-// RowSampling (12 words), bias ids, bias values, allowed ids, stop ids, history (the sequence's
-// tokens so far, only if penalties need them).
+// The lists of a new row, as long as its RowState says: bias ids, bias values, allowed ids, stop
+// ids (only with min_total_tokens), history (the sequence's tokens so far, only with penalties).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <span>
 
+#include "core/row_state.h"
 #include "core/types.h"
 
 namespace vllm_lite {
@@ -53,7 +54,7 @@ struct PlanHeader {  // 16 words
   int32_t num_block_copies;
   int32_t num_freed_rows;
   int32_t num_new_rows;
-  int32_t new_row_words;
+  int32_t num_list_words;
   int32_t max_query_len;
   int32_t max_seq_len;
   // The most top logprobs that a sampled row asks for; -1: no row asks for any.
@@ -62,7 +63,7 @@ struct PlanHeader {  // 16 words
 };
 static_assert(sizeof(PlanHeader) == 16 * sizeof(int32_t));
 
-constexpr int32_t kNewRowHeaderWords = 6;
+constexpr int32_t kNewRowWords = 1 + kRowStateWords;
 
 // Header, then: token_ids[num_logits]; logprobs[num_logits] (float, of the token, before any
 // sampling parameter); ranks[num_logits] (1 = most likely); top_ids[num_logits * max_logprobs];

@@ -344,18 +344,10 @@ def sample(
     logits: torch.Tensor,
     rows: torch.Tensor,
     positions: torch.Tensor,
-    float_state: torch.Tensor,
-    int_state: torch.Tensor,
-    seeds: torch.Tensor,
+    row_state: torch.Tensor,
+    id_lists: torch.Tensor | None,
     output_counts: torch.Tensor | None,
     prompt_mask: torch.Tensor | None,
-    bias_start: torch.Tensor | None,
-    bias_ids: torch.Tensor | None,
-    bias_values: torch.Tensor | None,
-    allowed_start: torch.Tensor | None,
-    allowed_ids: torch.Tensor | None,
-    stop_start: torch.Tensor | None,
-    stop_ids: torch.Tensor | None,
     token_ids: torch.Tensor,
     logprobs: torch.Tensor | None,
     ranks: torch.Tensor | None,
@@ -367,19 +359,17 @@ def sample(
     """Chooses one token per row; the order of processing is documented in ``csrc/ops/ops.h``.
 
     logits: float32 ``[num_rows, vocab_size]``; rows, positions: int32 ``[num_rows]``;
-    float_state: float32 ``[6, max_rows]``: temperature, top_p, min_p, repetition, presence and
-    frequency penalty; int_state: int32 ``[3, max_rows]``: top_k, num_logprobs, min_total_tokens;
-    seeds: int64 ``[max_rows]`` (its bits); output_counts: int32 ``[max_rows, vocab_size]``, counted
-    up by the op; prompt_mask: uint8 of the same shape; ``*_start``: int32 ``[num_rows + 1]`` with
-    their ragged lists of ids (int32) and values (float32).
+    row_state: int32 ``[max_rows, 16]``, the words of ``csrc/core/row_state.h``; id_lists: int32
+    ``[max_rows, words]``, each row's bias ids, bias values (float32's bits), allowed ids and stop
+    ids back to back, as many as its state says; output_counts: int32 ``[max_rows, vocab_size]``,
+    counted up by the op; prompt_mask: uint8 of the same shape.
     Results: token_ids, ranks: int32 ``[num_rows]``; logprobs: float32 ``[num_rows]``;
     top_ids (int32), top_logprobs (float32): ``[num_rows, max_logprobs]``.
     last_tokens: int32 ``[max_rows]``; that of each sampled row becomes its token, 0 if it failed.
     workspace: uint8, ``sample_workspace_bytes(num_rows, vocab_size)`` or more; CUDA needs it.
     """
     _ops.sample(
-        logits, rows, positions, float_state, int_state, seeds, output_counts, prompt_mask,
-        bias_start, bias_ids, bias_values, allowed_start, allowed_ids, stop_start, stop_ids,
+        logits, rows, positions, row_state, id_lists, output_counts, prompt_mask,
         token_ids, logprobs, ranks, top_ids, top_logprobs, workspace, last_tokens, _stream(logits),
     )  # fmt: skip
 

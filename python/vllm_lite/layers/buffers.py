@@ -25,10 +25,12 @@ class StepBuffers:
             config.intermediate_size,
         )
         self._last_sizes = (config.hidden_size, config.hidden_size)
+        self._vocab_size = config.vocab_size
         self._dtype = dtype
         self._device = device
         self._memory: list[torch.Tensor] = []
         self._last_memory: list[torch.Tensor] = []
+        self._logits_memory = torch.empty(0)
         self._capacity = -1
         self._last_capacity = -1
         self.num_tokens = -1
@@ -42,6 +44,9 @@ class StepBuffers:
             self.num_tokens = -1
         if num_logits > self._last_capacity:
             self._last_memory = self._empty(num_logits, self._last_sizes)
+            self._logits_memory = torch.empty(
+                num_logits, self._vocab_size, dtype=torch.float32, device=self._device
+            )
             self._last_capacity = num_logits
 
     def resize(self, num_tokens: int) -> None:
@@ -62,6 +67,11 @@ class StepBuffers:
         self.reserve(0, num_logits)
         added, residual = (memory[:num_logits] for memory in self._last_memory)
         return added, residual
+
+    def logits(self, num_logits: int) -> torch.Tensor:
+        """float32 ``[num_logits, vocab_size]``."""
+        self.reserve(0, num_logits)
+        return self._logits_memory[:num_logits]
 
     def _empty(self, rows: int, sizes: tuple[int, ...]) -> list[torch.Tensor]:
         return [torch.empty(rows, size, dtype=self._dtype, device=self._device) for size in sizes]

@@ -54,7 +54,9 @@ class CausalLM(Protocol):
         """
 
     def logits(self, indices: torch.Tensor) -> torch.Tensor:
-        """Of tokens of the batch (int32): float32 ``[len(indices), vocab_size]``."""
+        """Of tokens of the batch (int32): float32 ``[len(indices), vocab_size]``, until the next
+        call.
+        """
 
 
 def load_model(

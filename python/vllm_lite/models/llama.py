@@ -49,7 +49,6 @@ class LlamaForCausalLM:
     ) -> None:
         self.config = config
         self.dtype = memory.dtype
-        self._device = memory.device
         cos_sin = cos_sin_table(config.rope, max_model_len, rope_divisors).to(memory.device)
         vocabulary = config.vocab_size, config.hidden_size, memory
         self._embedding = VocabularyMatrix("model.embed_tokens", *vocabulary)
@@ -113,8 +112,6 @@ class LlamaForCausalLM:
         ops.gather_rows(last, buffers.projected, indices, 1)
         ops.gather_rows(residual, buffers.residual, indices, 1)
         self._final_norm(last, last, residual)
-        out = torch.empty(
-            len(indices), self.config.vocab_size, dtype=torch.float32, device=self._device
-        )
+        out = buffers.logits(len(indices))
         self._head.logits(out, last)
         return out

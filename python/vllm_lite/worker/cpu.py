@@ -4,7 +4,7 @@ import torch
 
 from vllm_lite import ops
 from vllm_lite.models import CausalLM
-from vllm_lite.worker.step_inputs import StepInputs
+from vllm_lite.worker.step_inputs import StepInputs, load
 from vllm_lite.worker.step_plan import StepPlan
 
 
@@ -25,7 +25,7 @@ class RecordedForward:
 
     def run(self, plan: StepPlan) -> tuple[StepInputs, torch.Tensor]:
         """(the step's tensors and what else fits into their memory, logits until the next step)"""
-        self._inputs.load(plan)
+        load(plan, self._inputs.sizes, self._inputs.words)
         self._forward.run(plan.num_tokens, plan.num_seqs)
         self._head.run(plan.num_logits)
         return self._inputs, self._logits

@@ -8,8 +8,10 @@ import torch
 from vllm_lite import ops
 from vllm_lite.worker.step_inputs import StepInputs
 
-# Of the device's memory, for what torch does not account for: the CUDA context, the kernels' code,
-# cuBLAS, captured graphs.
+# Of the device's memory, for what the measured step does not show. Not torch's to count: the CUDA
+# context, and the code of our, torch's and cuBLAS's kernels, loaded as they are first used. Made
+# when decode graphs are captured, later than the arena: their nodes, the inputs that each of them
+# reads, and the cuBLAS workspace that torch makes for the capturing stream.
 _UNACCOUNTED_BYTES = 1 << 30
 _LEAST_CAPABILITY = (8, 0)
 
@@ -38,19 +40,17 @@ def check_device() -> None:
         )
 
 
-def measured_kv_memory(
-    utilization: float, later_bytes: int, run_largest_step: Callable[[], None]
-) -> int:
+def measured_kv_memory(utilization: float, run_largest_step: Callable[[], None]) -> int:
     """Bytes for the KV cache: a share of the device less what everything else takes at its peak.
 
-    Called with the weights loaded. The peak is measured in one step of the largest size; what other
-    processes hold at the moment plays no part. later_bytes: what is allocated only when it is
-    needed. Raises ValueError if nothing is left.
+    Called with the weights loaded. The peak is measured in one step of the largest size, which has
+    whatever is else allocated only when it is needed; what other processes hold at the moment plays
+    no part. Raises ValueError if nothing is left.
     """
     torch.cuda.reset_peak_memory_stats()
     run_largest_step()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_reserved() + later_bytes + _UNACCOUNTED_BYTES
+    peak = torch.cuda.max_memory_reserved() + _UNACCOUNTED_BYTES
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     memory = int(total * utilization) - peak

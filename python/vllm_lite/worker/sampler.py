@@ -1,40 +1,25 @@
 """Per-row sampling state on the device, and the one op that samples a step's rows."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from vllm_lite import ops
-from vllm_lite.worker.step_plan import NewRow, StepPlan, encode_result, to_device
-
-
-@dataclass(slots=True)
-class _RowLists:
-    """Id lists of the rows that have any: row -> arrays."""
-
-    bias: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
-    allowed: dict[int, np.ndarray] = field(default_factory=dict)
-    stop: dict[int, np.ndarray] = field(default_factory=dict)  # only rows with min_tokens
-
-    def forget(self, row: int) -> None:
-        self.bias.pop(row, None)
-        self.allowed.pop(row, None)
-        self.stop.pop(row, None)
+from vllm_lite.worker.step_plan import NEW_ROW_WORDS, RowLists, StepChanges, StepPlan, encode_result
 
 
 class PendingResult:
     """A step's result on its way from the device; ``wait`` gives its words."""
 
-    def __init__(self, step_words: list[int], parts: list[torch.Tensor | None]) -> None:
-        """parts: token ids, then logprobs, ranks, top ids and top logprobs, or None."""
-        self._step_words = step_words
+    def __init__(self, plan: StepPlan, words: torch.Tensor) -> None:
+        """words: int32, of the result without its header."""
+        self._plan = plan
+        self._words = words
         self._event: torch.cuda.Event | None = None
-        self._parts = parts
-        token_ids = parts[0]
-        if token_ids is not None and token_ids.is_cuda:
+        if words.is_cuda:
             # Pinned memory comes from torch's cache, which keeps it until the copy has been made.
-            self._parts = [part if part is None else _to_pinned(part) for part in parts]
+            pinned = torch.empty(words.shape, dtype=torch.int32, pin_memory=True)
+            self._words = pinned.copy_(words, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's lacks types
             self._event.record()
 
@@ -46,30 +31,27 @@ class PendingResult:
         """The words of csrc/scheduler/step_plan.h. Raises RuntimeError if the device failed."""
         if self._event is not None:
             self._event.synchronize()
-        token_ids, *others = (part if part is None else part.numpy() for part in self._parts)
-        assert token_ids is not None
-        return encode_result(self._step_words, token_ids, *others)
-
-
-def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
+        plan = self._plan
+        return encode_result(
+            plan.step_words, plan.num_logits, plan.max_logprobs, self._words.numpy()
+        )
 
 
 class Sampler:
-    """Rows keep their state from admission to finish or preemption, as step plans say."""
+    """Rows keep their state from admission to finish or preemption, as step plans say.
+
+    Nothing is done when a row is freed: whoever gets it next brings a state of its own.
+    """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._max_rows = max_rows
         self._device = device
-        self._float_state = torch.zeros(6, max_rows, device=device)
-        self._int_state = torch.zeros(3, max_rows, dtype=torch.int32, device=device)
-        self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._row_state = self._zeros(torch.int32, max_rows, NEW_ROW_WORDS - 1)
         # What each row sampled last, for plans that were made before it was known.
-        self.last_tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._lists = _RowLists()
-        # Made when the first row with penalties comes.
+        self.last_tokens = self._zeros(torch.int32, max_rows)
+        # Made when the first row with lists, or with penalties, comes.
+        self._id_lists: torch.Tensor | None = None
         self._output_counts: torch.Tensor | None = None
         self._prompt_mask: torch.Tensor | None = None
         self._workspace: torch.Tensor | None = None
@@ -77,65 +59,35 @@ class Sampler:
             size = ops.sample_workspace_bytes(max_rows, vocab_size)
             self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
 
-    def penalty_bytes(self) -> int:
-        """What the first row with penalties will take."""
-        return self._max_rows * self._vocab_size * (4 + 1)
+    def add_rows(self, changes: StepChanges, lists: Iterator[RowLists]) -> None:
+        """changes: on the device; lists: of the rows that have any."""
+        new_rows = changes.new_rows
+        self._row_state.index_copy_(0, new_rows[:, 0].long(), new_rows[:, 1:])
+        for new in lists:
+            ids, output = changes.row_lists[new.ids], changes.row_lists[new.output]
+            if len(ids):
+                self._lists_of(len(ids))[new.row, : len(ids)] = ids
+            if new.prompt.start < new.output.stop:
+                self._set_history(new.row, changes.row_lists[new.prompt], output)
 
-    def free_row(self, row: int) -> None:
-        self._lists.forget(row)
+    def _lists_of(self, length: int) -> torch.Tensor:
+        """``[max_rows, length or more]``, with what the rows have in it."""
+        lists = self._id_lists
+        width = 0 if lists is None else lists.shape[1]
+        if lists is None or width < length:
+            length = max(length, min(2 * width, self._vocab_size))
+            grown = self._zeros(torch.int32, self._max_rows, length)
+            if lists is not None:
+                grown[:, :width] = lists
+            self._id_lists = lists = grown
+        return lists
 
-    def add_rows(self, new_rows: list[NewRow]) -> None:
-        if not new_rows:
-            return
-        rows = self._upload(np.array([new.row for new in new_rows], dtype=np.int64))
-        floats = np.stack([new.floats for new in new_rows], axis=1)
-        ints = np.array(
-            [[new.top_k, new.num_logprobs, new.min_total_tokens] for new in new_rows],
-            dtype=np.int32,
-        ).T
-        seeds = np.array([new.seed for new in new_rows], dtype=np.int64)
-        self._float_state.index_copy_(1, rows, self._upload(floats))
-        self._int_state.index_copy_(1, rows, self._upload(ints))
-        self._seeds.index_copy_(0, rows, self._upload(seeds))
-        for new in new_rows:
-            self._add_lists(new)
-            if len(new.history):
-                self._set_history(new)
-
-    def _add_lists(self, new: NewRow) -> None:
-        lists = self._lists
-        lists.forget(new.row)
-        if len(new.bias_ids):
-            lists.bias[new.row] = (new.bias_ids, new.bias_values)
-        if len(new.allowed_ids):
-            lists.allowed[new.row] = new.allowed_ids
-        if new.min_total_tokens and len(new.stop_ids):
-            lists.stop[new.row] = new.stop_ids
-
-    def _set_history(self, new: NewRow) -> None:
+    def _set_history(self, row: int, prompt: torch.Tensor, output: torch.Tensor) -> None:
         if self._output_counts is None or self._prompt_mask is None:
-            shape = (self._max_rows, self._vocab_size)
-            self._output_counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
-            self._prompt_mask = torch.zeros(shape, dtype=torch.uint8, device=self._device)
-        counts = np.zeros(self._vocab_size, dtype=np.int32)
-        mask = np.zeros(self._vocab_size, dtype=np.uint8)
-        mask[new.history[: new.num_prompt_tokens]] = 1
-        np.add.at(counts, new.history[new.num_prompt_tokens :], 1)
-        self._output_counts[new.row].copy_(self._upload(counts))
-        self._prompt_mask[new.row].copy_(self._upload(mask))
-
-    def _upload(self, array: np.ndarray) -> torch.Tensor:
-        return to_device(torch.from_numpy(np.ascontiguousarray(array)), self._device)
-
-    def _ragged(
-        self, rows: list[int], lists: dict[int, np.ndarray]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(starts ``[len(rows) + 1]``, the lists of ``rows`` back to back)."""
-        empty = np.empty(0, dtype=np.int32)
-        chosen = [lists.get(row, empty) for row in rows]
-        starts = np.zeros(len(rows) + 1, dtype=np.int32)
-        np.cumsum([len(ids) for ids in chosen], out=starts[1:])
-        return self._upload(starts), self._upload(np.concatenate(chosen))
+            self._output_counts = self._zeros(torch.int32, self._max_rows, self._vocab_size)
+            self._prompt_mask = self._zeros(torch.uint8, self._max_rows, self._vocab_size)
+        self._prompt_mask[row].zero_().index_fill_(0, prompt.long(), 1)
+        self._output_counts[row].zero_().index_add_(0, output, torch.ones_like(output))
 
     def sample(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, plan: StepPlan
@@ -144,39 +96,30 @@ class Sampler:
 
         rows, positions: int32 ``[num_logits]``, on the device.
         """
-        num_logits = plan.num_logits
-        token_ids = self._empty(torch.int32, num_logits)
+        num_logits, num_top = plan.num_logits, plan.max_logprobs
+        # The sections of a result.
+        lengths = [num_logits]
+        if num_top >= 0:
+            lengths += [num_logits, num_logits]
+        if num_top > 0:
+            lengths += [num_logits * num_top] * 2
+        words = torch.empty(sum(lengths), dtype=torch.int32, device=self._device)
         if num_logits == 0:
-            return PendingResult(plan.step_words, [token_ids])
+            return PendingResult(plan, words)
+        token_ids = words
         logprobs = ranks = top_ids = top_logprobs = None
-        if plan.max_logprobs >= 0:
-            logprobs = self._empty(torch.float32, num_logits)
-            ranks = self._empty(torch.int32, num_logits)
-            if plan.max_logprobs > 0:
-                top_ids = self._empty(torch.int32, num_logits, plan.max_logprobs)
-                top_logprobs = self._empty(torch.float32, num_logits, plan.max_logprobs)
-        bias_start = bias_ids = bias_values = None
-        allowed_start = allowed_ids = stop_start = stop_ids = None
-        lists = self._lists
-        if lists.bias or lists.allowed or lists.stop:
-            row_list = plan.sampled_rows()
-            if lists.bias:
-                bias_start, bias_ids = self._ragged(
-                    row_list, {r: v[0] for r, v in lists.bias.items()}
-                )
-                _, bias_values = self._ragged(row_list, {r: v[1] for r, v in lists.bias.items()})
-                bias_values = bias_values.float()
-            if lists.allowed:
-                allowed_start, allowed_ids = self._ragged(row_list, lists.allowed)
-            if lists.stop:
-                stop_start, stop_ids = self._ragged(row_list, lists.stop)
+        if num_top >= 0:
+            token_ids, logprobs, ranks, *tops = words.split_with_sizes(lengths)
+            logprobs = logprobs.view(torch.float32)
+            if num_top > 0:
+                top_ids, top_logprobs = (top.view(num_logits, num_top) for top in tops)
+                top_logprobs = top_logprobs.view(torch.float32)
         ops.sample(
-            logits, rows, positions, self._float_state, self._int_state, self._seeds,
-            self._output_counts, self._prompt_mask, bias_start, bias_ids, bias_values,
-            allowed_start, allowed_ids, stop_start, stop_ids,
-            token_ids, logprobs, ranks, top_ids, top_logprobs, self._workspace, self.last_tokens,
+            logits, rows, positions, self._row_state, self._id_lists, self._output_counts,
+            self._prompt_mask, token_ids, logprobs, ranks, top_ids, top_logprobs, self._workspace,
+            self.last_tokens,
         )  # fmt: skip
-        return PendingResult(plan.step_words, [token_ids, logprobs, ranks, top_ids, top_logprobs])
+        return PendingResult(plan, words)
 
-    def _empty(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._device)
+    def _zeros(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device)

@@ -1,15 +1,16 @@
-"""The tensors of a step's forward pass, in one buffer that reaches the device in one copy."""
+"""The tensors of a step's forward pass, and the one copy that takes a step to the device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
-import numpy as np
 import torch
 
 from vllm_lite import ops
 from vllm_lite.layers.batch import AttentionPlan, ForwardBatch
 from vllm_lite.worker.step_plan import StepPlan
+
+# Writes the attention plan from (query_start, seq_lens), all on the CPU.
+PlanAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,33 +22,38 @@ class InputSizes:
     num_logits: int
     plan_words: int = 0  # of the attention plan; 0: there is none
 
+    def sections(self) -> list[int]:
+        """Words of each section, as ops.load_step has them. The attention plan is read in chunks of
+        16 bytes and slots are 64-bit, hence their place; plans are whole chunks.
+        """
+        tokens, seqs, logits = self.num_tokens, self.num_seqs, self.num_logits
+        lengths = [self.plan_words, 2 * tokens, tokens, tokens, seqs + 1, seqs, seqs]
+        return [*lengths, logits, logits, logits]
+
+    def num_words(self) -> int:
+        return sum(self.sections())
+
 
 class StepInputs:
-    """Sections at fixed places of an int32 buffer.
+    """The sections of int32 ``words`` as the forward pass takes them.
 
     What a plan does not fill is padding that computes nothing that anybody reads: tokens whose KV
-    is stored nowhere, sequences without tokens. So a CUDA graph that was captured over the buffer
-    serves every decode step up to its sizes.
+    is stored nowhere, sequences without tokens. So a CUDA graph that was captured over the words
+    serves every decode step up to their sizes.
     """
 
     def __init__(
         self,
         sizes: InputSizes,
+        words: torch.Tensor,
         block_tables: torch.Tensor,
         last_tokens: torch.Tensor,
         workspace: torch.Tensor | None = None,
     ) -> None:
         """workspace: of the attention kernels, if they need a plan."""
         self.sizes = sizes
-        tokens, seqs, logits = sizes.num_tokens, sizes.num_seqs, sizes.num_logits
-        # As ops.load_step has them. The attention plan is read in chunks of 16 bytes and slots are
-        # 64-bit, hence their place; plans are whole chunks.
-        lengths = [sizes.plan_words, 2 * tokens]
-        lengths += [tokens, tokens, seqs + 1, seqs, seqs, logits, logits, logits]
-        self._starts = np.cumsum([0, *lengths]).tolist()
-        device = block_tables.device
-        self._words = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
-        plan, slots, *parts = self._split(self._words)
+        self.words = words
+        plan, slots, *parts = words.split_with_sizes(sizes.sections())
         self.sample_rows, self.sample_positions = parts[6:]
         self.batch = ForwardBatch(
             token_ids=parts[0],
@@ -62,29 +68,39 @@ class StepInputs:
             attention_plan=None if workspace is None else AttentionPlan(plan, workspace),
         )
 
-    def _split(self, words: torch.Tensor) -> list[torch.Tensor]:
-        return [words[begin:end] for begin, end in pairwise(self._starts)]
 
-    def load(
-        self,
-        plan: StepPlan,
-        plan_attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None,
-    ) -> None:
-        """Copies a plan's tensors onto the device. plan_attention: writes the attention plan, if
-        these inputs have one, from (query_start, seq_lens); without it, what the plan does not
-        fill stays as it is: no op is told to look at it.
-        """
-        sizes, words = self.sizes, self._words
-        if words.is_cuda:
-            # Pinned memory comes from torch's cache, which keeps it until the copy has been made.
-            words = torch.empty(len(words), dtype=torch.int32, pin_memory=True)
-        ops.load_step(
-            plan.words, words, sizes.plan_words, sizes.num_tokens, sizes.num_seqs,
-            sizes.num_logits, plan_attention is not None,
-        )  # fmt: skip
-        if plan_attention is not None:
-            attention_plan, _, _, _, query_start, seq_lens, *_ = self._split(words)
-            num_seqs = plan.num_seqs
-            plan_attention(query_start[: num_seqs + 1], seq_lens[:num_seqs], attention_plan)
-        if words is not self._words:
-            self._words.copy_(words, non_blocking=True)
+def load(
+    plan: StepPlan,
+    sizes: InputSizes,
+    words: torch.Tensor,
+    plan_attention: PlanAttention | None = None,
+) -> None:
+    """Writes a plan's sections into ``words``, on the CPU. Without plan_attention, what the plan
+    does not fill stays as it is: no op is told to look at it.
+    """
+    ops.load_step(
+        plan.words, words, sizes.plan_words, sizes.num_tokens, sizes.num_seqs, sizes.num_logits,
+        plan_attention is not None,
+    )  # fmt: skip
+    if plan_attention is not None:
+        attention_plan, _, _, _, query_start, seq_lens, *_ = words.split_with_sizes(
+            sizes.sections()
+        )
+        num_seqs = plan.num_seqs
+        plan_attention(query_start[: num_seqs + 1], seq_lens[:num_seqs], attention_plan)
+
+
+def upload(
+    plan: StepPlan, sizes: InputSizes, plan_attention: PlanAttention, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes all that a step needs to the device, in one copy from pinned memory, so that nobody
+    waits: (the words of its inputs, those of ``plan.changes``). On the CPU nothing is copied twice.
+    """
+    lengths = [sizes.num_words(), len(plan.changes)]
+    staged = torch.empty(sum(lengths), dtype=torch.int32, pin_memory=device.type == "cuda")
+    inputs, changes = staged.split_with_sizes(lengths)
+    load(plan, sizes, inputs, plan_attention)
+    changes.copy_(plan.changes)
+    # torch's cache keeps the pinned memory until the copy has been made.
+    inputs, changes = staged.to(device, non_blocking=True).split_with_sizes(lengths)
+    return inputs, changes

@@ -15,9 +15,10 @@ from vllm_lite.model_files import ModelFiles
 from vllm_lite.models import load_model
 from vllm_lite.worker.cpu import RecordedForward
 from vllm_lite.worker.cuda import DecodeGraphs, check_device, measured_kv_memory
+from vllm_lite.worker.largest_step import largest_plan
 from vllm_lite.worker.sampler import PendingResult, Sampler
-from vllm_lite.worker.step_inputs import InputSizes, StepInputs
-from vllm_lite.worker.step_plan import StepPlan, to_device
+from vllm_lite.worker.step_inputs import InputSizes, StepInputs, upload
+from vllm_lite.worker.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +73,12 @@ class Worker:
         if resolved.device == "cuda":
             # Graphs know the place of what a step computes in, so it must not move.
             self.model.reserve(config.max_num_batched_tokens, config.max_num_seqs)
+        self._max_model_len = resolved.max_model_len
         max_blocks = -(-resolved.max_model_len // config.block_size)
         self._block_tables = torch.zeros(
             config.max_num_seqs, max_blocks, dtype=torch.int32, device=self._device
         )
-        self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, self._device)
+        self._sampler = self._make_sampler()
         self._workspace: torch.Tensor | None = None
         self._num_multiprocessors = 0
         if resolved.device == "cuda":
@@ -84,26 +86,24 @@ class Worker:
             self._workspace = torch.empty(size, device=self._device)
             properties = torch.cuda.get_device_properties(self._device)
             self._num_multiprocessors = properties.multi_processor_count
+        self._recorded: RecordedForward | None = None
+        self._graphs: DecodeGraphs | None = None
         if resolved.num_blocks is None:
-            memory = measured_kv_memory(
-                config.gpu_memory_utilization,
-                self._sampler.penalty_bytes(),
-                self._run_largest_step,
-            )
+            memory = measured_kv_memory(config.gpu_memory_utilization, self._run_largest_step)
             resolved = msgspec.structs.replace(config, kv_cache_memory=memory).resolve(model_config)
         assert resolved.num_blocks is not None
         self.resolved = resolved
         self.kv_cache_memory = resolved.num_blocks * resolved.block_bytes
         self.kv_arena = self._make_arena(resolved.num_blocks)
-        self._recorded: RecordedForward | None = None
         if resolved.device == "cpu":
-            sizes = config.max_num_batched_tokens, config.max_num_seqs, config.max_num_seqs
-            self._recorded = RecordedForward(self.model, self._make_inputs(*sizes), self.kv_arena)
-        self._graphs: DecodeGraphs | None = None
+            largest = InputSizes(
+                config.max_num_batched_tokens, config.max_num_seqs, config.max_num_seqs
+            )
+            self._recorded = RecordedForward(self.model, self._make_inputs(largest), self.kv_arena)
         if resolved.device == "cuda" and not config.enforce_eager:
             self._graphs = DecodeGraphs(
                 config.max_num_seqs,
-                lambda num_seqs: self._make_inputs(num_seqs, num_seqs, num_seqs),
+                lambda num_seqs: self._make_inputs(self._input_sizes(num_seqs, num_seqs, num_seqs)),
                 self._forward,
             )
         logger.info(
@@ -136,15 +136,6 @@ class Worker:
     def launch(self, plan_bytes: memoryview | bytes) -> PendingResult:
         """Begins a step. On a GPU it returns before the step is done; steps run in order."""
         plan = StepPlan(plan_bytes)
-        for row in plan.freed_rows:
-            self._sampler.free_row(row)
-        self._sampler.add_rows(plan.new_rows)
-        if plan.table_updates is not None:
-            updates = to_device(plan.table_updates, self._device)
-            rows, indices, blocks = updates.unbind(1)
-            self._block_tables[rows.long(), indices.long()] = blocks
-        if plan.block_copies is not None:
-            ops.copy_blocks(self.kv_arena, to_device(plan.block_copies, self._device).contiguous())
         inputs, logits = self._compute(plan)
         count = plan.num_logits
         return self._sampler.sample(
@@ -154,22 +145,42 @@ class Worker:
     def _compute(self, plan: StepPlan) -> tuple[StepInputs, torch.Tensor]:
         """(the step's tensors, logits ``[num_logits or more, vocab_size]``)"""
         if self._recorded is not None:
+            self._apply_changes(plan, plan.changes)
             return self._recorded.run(plan)
         # Only a step of decodes alone has one token in each sequence, and samples from every one.
         is_decode = plan.num_tokens == plan.num_seqs == plan.num_logits
         if self._graphs is not None and is_decode:
             inputs = self._graphs.inputs_for(plan.num_seqs)
-            inputs.load(plan, self._plan_attention)
+            inputs.words.copy_(self._upload(plan, inputs.sizes))
             return inputs, self._graphs.run(inputs)
-        inputs = self._make_inputs(plan.num_tokens, plan.num_seqs, plan.num_logits)
-        inputs.load(plan, self._plan_attention)
+        sizes = self._input_sizes(plan.num_tokens, plan.num_seqs, plan.num_logits)
+        inputs = self._make_inputs(sizes, self._upload(plan, sizes))
         return inputs, self._forward(inputs)
+
+    def _upload(self, plan: StepPlan, sizes: InputSizes) -> torch.Tensor:
+        """Takes a step to the device and applies its changes there; returns its inputs' words."""
+        words, changes = upload(plan, sizes, self._plan_attention, self._device)
+        self._apply_changes(plan, changes)
+        return words
+
+    def _apply_changes(self, plan: StepPlan, words: torch.Tensor) -> None:
+        """words: those of ``plan.changes``, on the device."""
+        if len(words) == 0:
+            return
+        changes = plan.split_changes(words)
+        if len(changes.new_rows):
+            self._sampler.add_rows(changes, plan.row_lists())
+        if len(changes.table_updates):
+            rows, indices, blocks = changes.table_updates.unbind(1)
+            self._block_tables.index_put_((rows, indices), blocks)
+        if len(changes.block_copies):
+            ops.copy_blocks(self.kv_arena, changes.block_copies)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         self.model.forward(inputs.batch, self.kv_arena)
         return self.model.logits(inputs.batch.logits_indices)
 
-    def _make_inputs(self, num_tokens: int, num_seqs: int, num_logits: int) -> StepInputs:
+    def _input_sizes(self, num_tokens: int, num_seqs: int, num_logits: int) -> InputSizes:
         plan_words = 0
         if self._workspace is not None:
             plan_words = ops.attention_plan_size(
@@ -179,11 +190,14 @@ class Worker:
                 self._model_config.num_kv_heads,
                 self._num_multiprocessors,
             )
+        return InputSizes(num_tokens, num_seqs, num_logits, plan_words)
+
+    def _make_inputs(self, sizes: InputSizes, words: torch.Tensor | None = None) -> StepInputs:
+        """Without ``words``, inputs that keep their place from step to step."""
+        if words is None:
+            words = torch.zeros(sizes.num_words(), dtype=torch.int32, device=self._device)
         return StepInputs(
-            InputSizes(num_tokens, num_seqs, num_logits, plan_words),
-            self._block_tables,
-            self._sampler.last_tokens,
-            self._workspace,
+            sizes, words, self._block_tables, self._sampler.last_tokens, self._workspace
         )
 
     def _plan_attention(
@@ -212,15 +226,20 @@ class Worker:
         # first time takes milliseconds, in the middle of requests.
         return torch.empty(shape, dtype=self._kv_dtype, device=self._device)
 
-    @torch.inference_mode()
     def _run_largest_step(self) -> None:
-        """A forward pass of as many tokens and logits as a step may have.
-
-        The inputs are all zero: sequences without tokens, so that attention, whose workspace is
-        there already, has nothing to do, and one slot of one block for all KV.
-        """
-        num_tokens = self._config.max_num_batched_tokens
-        num_logits = min(self._config.max_num_seqs, num_tokens)
+        """One step that takes as much of the device as any; what it leaves behind is dropped."""
+        config = self._config
         self.kv_arena = self._make_arena(1)
-        self._forward(self._make_inputs(num_tokens, num_logits, num_logits))
+        plan = largest_plan(
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            self._max_model_len,
+            config.block_size,
+            self._model_config.vocab_size,
+        )
+        self.execute(plan)
+        self._sampler = self._make_sampler()
         del self.kv_arena
+
+    def _make_sampler(self) -> Sampler:
+        return Sampler(self._config.max_num_seqs, self._model_config.vocab_size, self._device)

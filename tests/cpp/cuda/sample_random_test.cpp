@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <numeric>
@@ -15,25 +16,28 @@ namespace vllm_lite {
 namespace {
 
 constexpr int32_t kLogprobs = 4;
+constexpr int32_t kListWords = 300;
 
-// Ids for each of the rows, back to back.
-struct Lists {
-  std::vector<int32_t> start{0}, ids;
+using Ids = std::vector<int32_t>;
 
-  void add(Random& random, int32_t count, int32_t least, int32_t most) {
-    for (int32_t i = 0; i < count; ++i) ids.push_back(random.integer(least, most));
-    start.push_back(static_cast<int32_t>(ids.size()));
-  }
-};
+Ids random_ids(Random& random, int32_t count, int32_t least, int32_t most) {
+  Ids ids;
+  for (int32_t i = 0; i < count; ++i) ids.push_back(random.integer(least, most));
+  return ids;
+}
+
+bool is_in(const Ids& ids, int32_t id) {
+  return std::find(ids.begin(), ids.end(), id) != ids.end();
+}
 
 struct Rows {
   int32_t num_rows, vocab_size;
-  std::vector<float> logits, temperature, top_p, min_p, repetition, presence, frequency;
-  std::vector<int32_t> rows, positions, top_k, num_logprobs, min_total_tokens, counts;
-  std::vector<uint64_t> seeds;
+  std::vector<float> logits;
+  std::vector<int32_t> rows, positions, counts;
+  std::vector<RowState> states;
   std::vector<uint8_t> mask;
-  Lists bias, allowed, stop;
-  std::vector<float> bias_values;
+  std::vector<Ids> allowed, stop;
+  std::vector<int32_t> id_lists;  // kListWords of each row
   std::vector<int32_t> token_ids, ranks, top_ids;
   std::vector<float> logprobs, top_logprobs;
 
@@ -48,24 +52,36 @@ struct Rows {
     for (int32_t row = 0; row < num_rows; ++row) {
       rows.push_back(row);
       positions.push_back(random.integer(1, 1000));
-      temperature.push_back(row % 3 == 0 ? 0.0f : 0.7f);
-      top_p.push_back(row % 2 == 0 ? 1.0f : 0.8f);
-      min_p.push_back(row % 4 == 1 ? 0.05f : 0.0f);
-      top_k.push_back(row % 4 < 2 ? random.integer(1, 60) : 0);
+      RowState& state = states.emplace_back();
+      RowSampling& sampling = state.sampling;
+      sampling.temperature = row % 3 == 0 ? 0.0f : 0.7f;
+      sampling.top_p = row % 2 == 0 ? 1.0f : 0.8f;
+      sampling.min_p = row % 4 == 1 ? 0.05f : 0.0f;
+      sampling.top_k = row % 4 < 2 ? random.integer(1, 60) : 0;
       const bool has_penalties = row % 2 == 1;
-      repetition.push_back(has_penalties ? 1.3f : 1.0f);
-      presence.push_back(has_penalties ? 0.2f : 0.0f);
-      frequency.push_back(has_penalties ? 0.1f : 0.0f);
-      num_logprobs.push_back(row % 3 - 1 < 0 ? -1 : kLogprobs);
+      sampling.repetition_penalty = has_penalties ? 1.3f : 1.0f;
+      sampling.presence_penalty = has_penalties ? 0.2f : 0.0f;
+      sampling.frequency_penalty = has_penalties ? 0.1f : 0.0f;
+      sampling.num_logprobs = row % 3 - 1 < 0 ? -1 : kLogprobs;
+      sampling.min_total_tokens = row % 2 == 0 ? 1001 : 0;
+      sampling.seed_low = static_cast<uint32_t>(random.integer(0, 1 << 30));
       // Some ids are outside the vocabulary; token 0 is never masked.
       const bool has_lists = vocab_size > 1;
-      bias.add(random, has_lists && row % 5 == 2 ? 30 : 0, -1, vocab_size);
-      allowed.add(random, has_lists && row % 5 == 3 ? 300 : 0, 0, vocab_size + 9);
-      stop.add(random, has_lists && row % 5 == 4 ? 300 : 0, 1, vocab_size + 9);
-      min_total_tokens.push_back(row % 2 == 0 ? 1001 : 0);
-      seeds.push_back(static_cast<uint64_t>(random.integer(0, 1 << 30)));
+      const Ids bias = random_ids(random, has_lists && row % 5 == 2 ? 30 : 0, -1, vocab_size);
+      allowed.push_back(random_ids(random, has_lists && row % 5 == 3 ? 300 : 0, 0, vocab_size + 9));
+      stop.push_back(random_ids(random, has_lists && row % 5 == 4 ? 300 : 0, 1, vocab_size + 9));
+      state.num_bias = static_cast<int32_t>(bias.size());
+      state.num_allowed = static_cast<int32_t>(allowed.back().size());
+      state.num_stop = static_cast<int32_t>(stop.back().size());
+      Ids words = bias;
+      for (size_t i = 0; i < bias.size(); ++i) {
+        words.push_back(std::bit_cast<int32_t>(4 * random.normal()));
+      }
+      words.insert(words.end(), allowed.back().begin(), allowed.back().end());
+      words.insert(words.end(), stop.back().begin(), stop.back().end());
+      words.resize(kListWords, -7);
+      id_lists.insert(id_lists.end(), words.begin(), words.end());
     }
-    for (size_t i = 0; i < bias.ids.size(); ++i) bias_values.push_back(4 * random.normal());
     token_ids.assign(num_rows, -2);
     ranks.assign(num_rows, -2);
     logprobs.assign(num_rows, NAN);
@@ -83,25 +99,11 @@ struct Rows {
     params.logits_stride = vocab_size;
     params.rows = rows.data() + first;
     params.positions = positions.data() + first;
-    params.temperature = temperature.data();
-    params.top_p = top_p.data();
-    params.min_p = min_p.data();
-    params.top_k = top_k.data();
-    params.repetition_penalty = repetition.data();
-    params.presence_penalty = presence.data();
-    params.frequency_penalty = frequency.data();
-    params.num_logprobs = num_logprobs.data();
-    params.min_total_tokens = min_total_tokens.data();
-    params.seeds = seeds.data();
+    params.row_state = states.data();
+    params.id_lists = id_lists.data();
+    params.id_lists_stride = kListWords;
     params.output_counts = counted.data();
     params.prompt_mask = mask.data();
-    params.bias_start = bias.start.data() + first;
-    params.bias_ids = bias.ids.data();
-    params.bias_values = bias_values.data();
-    params.allowed_start = allowed.start.data() + first;
-    params.allowed_ids = allowed.ids.data();
-    params.stop_start = stop.start.data() + first;
-    params.stop_ids = stop.ids.data();
     params.token_ids = token_ids.data() + first;
     params.logprobs = logprobs.data() + first;
     params.ranks = ranks.data() + first;
@@ -120,13 +122,9 @@ struct Rows {
     for (int32_t row = first; row < first + count; ++row) {
       const int32_t token = token_ids[row];
       ASSERT_TRUE(token >= 0 && token < vocab_size) << "row " << row;
-      const auto is_in = [&](const Lists& lists) {
-        const auto begin = lists.ids.begin();
-        const auto end = begin + lists.start[row + 1];
-        return std::find(begin + lists.start[row], end, token) != end;
-      };
-      EXPECT_TRUE(allowed.start[row] == allowed.start[row + 1] || is_in(allowed));
-      EXPECT_FALSE(positions[row] < min_total_tokens[row] && is_in(stop));
+      EXPECT_TRUE(allowed[row].empty() || is_in(allowed[row], token));
+      EXPECT_FALSE(positions[row] < states[row].sampling.min_total_tokens &&
+                   is_in(stop[row], token));
       const size_t at = static_cast<size_t>(row) * vocab_size + token;
       ASSERT_EQ(counted[at], counts[at] + 1) << "the token is counted";
     }
@@ -151,7 +149,7 @@ TEST(SampleRandom, RowsAreTheSameAloneAndTogether) {
       const float chosen = logits[together.token_ids[row]];
       const int64_t above =
           std::count_if(logits, logits + vocab_size, [&](float x) { return x > chosen; });
-      if (together.num_logprobs[row] < 0) continue;
+      if (together.states[row].sampling.num_logprobs < 0) continue;
       EXPECT_EQ(together.ranks[row], 1 + above);
       const double total = std::accumulate(logits, logits + vocab_size, 0.0,
                                            [](double sum, float x) { return sum + std::exp(x); });

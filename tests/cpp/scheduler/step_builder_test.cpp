@@ -122,8 +122,10 @@ TEST_F(StepBuilderTest, NewRowCarriesItsSamplingParametersAndHistoryOnlyForPenal
   sampling_.bias_values = {-1.5f, 2.25f};
   sampling_.allowed_ids = {1, 2, 3};
   sampling_.stop_ids = {9};
+  sampling_.row.min_total_tokens = 4;
   SamplingParams penalised;
   penalised.row.presence_penalty = 0.5f;
+  penalised.stop_ids = {9};  // no minimum: the worker needs none of them
   Sequence* a = add(3, 2);
   Sequence* b = make(5, 2);
   b->sampling = &penalised;
@@ -141,6 +143,7 @@ TEST_F(StepBuilderTest, NewRowCarriesItsSamplingParametersAndHistoryOnlyForPenal
   EXPECT_EQ(rows[0].sampling.stop_ids, sampling_.stop_ids);
   EXPECT_TRUE(rows[0].history.empty());
   EXPECT_EQ(rows[1].history, b->tokens);
+  EXPECT_TRUE(rows[1].sampling.stop_ids.empty());
   EXPECT_EQ(rows[1].sampling.row.presence_penalty, 0.5f);
 }
 

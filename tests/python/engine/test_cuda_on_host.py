@@ -14,11 +14,17 @@ import torch
 from checkpoints import PagedRunner, load, make_model, prompt, reference_logits, save
 from engine.planned import with_plans
 from ops.back_ends import use
+from tiny_model import NUM_LAYERS, VOCAB_SIZE
 from vllm_lite import LLM, SamplingParams, ops
 from vllm_lite.config import EngineConfig
 from vllm_lite.model_config import load_model_config
 from vllm_lite.model_files import ModelFiles
+from vllm_lite.sampling_params import MAX_LOGPROBS
+from vllm_lite.worker import worker as worker_module
 from vllm_lite.worker.cuda import DecodeGraphs, measured_kv_memory
+from vllm_lite.worker.largest_step import largest_plan
+from vllm_lite.worker.step_inputs import upload
+from vllm_lite.worker.step_plan import StepPlan
 from vllm_lite.worker.worker import Worker
 
 PROMPTS = ["The quick", "def f(x):", "Größe", "lazy dog, and it is what they have said. " * 3]
@@ -50,7 +56,9 @@ def with_graphs(worker: Worker, patch: pytest.MonkeyPatch) -> DecodeGraphs:
     patch.setattr(torch.cuda, "CUDAGraph", ReplayedEagerly)
     patch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    graphs = DecodeGraphs(8, lambda n: worker._make_inputs(n, n, n), worker._forward)
+    graphs = DecodeGraphs(
+        8, lambda n: worker._make_inputs(worker._input_sizes(n, n, n)), worker._forward
+    )
     ReplayedEagerly.graphs = worker._graphs = graphs
     return graphs
 
@@ -187,7 +195,109 @@ def test_kv_memory_is_the_devices_less_the_peak(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 20 * gib)
     runs: list[int] = []
-    assert measured_kv_memory(0.5, gib, lambda: runs.append(1)) == (40 - 20 - 1 - 1) * gib
+    assert measured_kv_memory(0.5, lambda: runs.append(1)) == (40 - 20 - 1) * gib
     assert runs == [1]
     with pytest.raises(ValueError, match="--gpu-memory-utilization"):
-        measured_kv_memory(0.2, gib, lambda: None)
+        measured_kv_memory(0.2, lambda: None)
+
+
+def test_the_largest_step_attends_and_samples_at_the_largest_sizes(tiny_model: str) -> None:
+    num_tokens, num_seqs, max_model_len = 97, 6, 64
+    attended: list[tuple[int, list[int], torch.Tensor]] = []
+    sampled: list[dict[str, torch.Tensor]] = []
+    with (
+        on_host(),
+        pytest.MonkeyPatch.context() as patch,
+        LLM(
+            tiny_model, num_threads=1, dtype="bfloat16", max_model_len=max_model_len,
+            max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs,
+        ) as llm,
+    ):  # fmt: skip
+        worker = with_plans(llm)
+        arena = worker.kv_arena
+        attention, sample = ops.paged_attention, ops.sample
+
+        def attend(out: torch.Tensor, query: torch.Tensor, *args: torch.Tensor, **named: object):  # type: ignore[no-untyped-def]
+            out.fill_(torch.nan)
+            attention(out, query, *args, **named)  # type: ignore[arg-type]
+            attended.append((len(query), args[4].tolist(), out.clone()))
+
+        def choose(logits: torch.Tensor, *args: torch.Tensor) -> None:
+            sample(logits, *args)
+            names = ("rows", "positions", "states", "lists", "counts", "mask", "tokens")
+            names += ("logprobs", "ranks", "top_ids")
+            sampled.append(dict(zip(names, args, strict=False), logits=logits))
+
+        patch.setattr(ops, "paged_attention", attend)
+        patch.setattr(ops, "sample", choose)
+        worker._run_largest_step()
+        # What only some requests need is made when the first of them comes.
+        assert worker._sampler._id_lists is None and worker._sampler._output_counts is None
+        worker.kv_arena = arena
+
+    assert len(attended) == NUM_LAYERS
+    for tokens, seq_lens, out in attended:
+        assert tokens == num_tokens == sum(seq_lens) and seq_lens == [16] * 5 + [17]
+        assert out.isfinite().all() and (out != 0).any(-1).all()
+    (step,) = sampled
+    assert step["logits"].shape == (num_seqs, VOCAB_SIZE) and step["logits"].std() > 0
+    assert step["rows"].tolist() == list(range(num_seqs))
+    assert step["positions"].tolist() == [16] * 5 + [17]
+    assert (step["tokens"] >= 0).all() and (step["ranks"] > 0).all()
+    assert step["top_ids"].shape == (num_seqs, MAX_LOGPROBS) and (step["top_ids"] >= 0).all()
+    # The histories, and what was sampled.
+    histories = [max_model_len] + [1] * (num_seqs - 1)
+    assert step["counts"].sum(-1).tolist() == [length + 1 for length in histories]
+    assert step["lists"].shape[1] >= VOCAB_SIZE
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_seqs", "expected"),
+    [(2048, 256, (2048, 256)), (3, 8, (3, 3)), (500, 3, (192, 3)), (100, 1, (64, 1))],
+)
+def test_the_largest_plan_is_one_that_may_come(
+    num_tokens: int, num_seqs: int, expected: tuple[int, int]
+) -> None:
+    """No more sequences than tokens, and none longer than a sequence may be."""
+    plan = StepPlan(largest_plan(num_tokens, num_seqs, 64, 16, 1000))
+    assert (plan.num_tokens, plan.num_seqs) == expected
+    slots, tokens, positions, starts, lens, rows, indices = plan.words[
+        16 : len(plan.words) - len(plan.changes)
+    ].split([2 * expected[0], *[expected[0]] * 2, expected[1] + 1, *[expected[1]] * 3])
+    assert (tokens == 0).all() and (slots.view(torch.int64) == positions % 16).all()
+    assert positions.max() + 1 == lens.max() <= 64
+    assert starts.diff().tolist() == lens.tolist() and indices.tolist() == (starts[1:] - 1).tolist()
+    updates = plan.split_changes(plan.changes).table_updates
+    assert updates[:, 0].bincount().tolist() == (-(-lens // 16)).tolist()
+    assert updates[:, 2].sum() == 0 and rows.tolist() == list(range(expected[1]))
+
+
+def test_all_of_a_step_goes_to_the_device_in_its_upload(tiny_model: str) -> None:
+    params = [
+        SamplingParams(temperature=0, max_tokens=6, logit_bias={5: 4.0, 9: 3.0}, min_tokens=5),
+        SamplingParams(temperature=1, seed=3, max_tokens=6, n=2, presence_penalty=1.5),
+        SamplingParams(temperature=1, seed=4, max_tokens=6, allowed_token_ids=list(range(40, 90))),
+    ]
+    num_changes: list[int] = []
+
+    def upload_and_forget(plan: StepPlan, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whoever reads the plan afterwards finds nothing but how long the lists are."""
+        sent = upload(plan, *args)  # type: ignore[arg-type]
+        changes = plan.split_changes(plan.changes)
+        counts = changes.new_rows.clone()
+        plan.words.fill_(-(2**31))
+        changes.new_rows[:] = counts
+        num_changes.append(len(plan.changes))
+        return sent
+
+    def run(llm: LLM) -> list[list[list[int]]]:
+        outputs = llm.generate(PROMPTS[:3], params, use_tqdm=False)
+        return [[one.token_ids for one in output.outputs] for output in outputs]
+
+    with on_host(), LLM(tiny_model, num_threads=1, max_model_len=256, dtype="bfloat16") as llm:
+        with_plans(llm)
+        expected = run(llm)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker_module, "upload", upload_and_forget)
+            assert run(llm) == expected
+    assert sum(count > 0 for count in num_changes) > 1 and len(num_changes) >= 6

@@ -19,12 +19,12 @@ def _greedy(vocab_size: int, generator: torch.Generator, dtype: torch.dtype) -> 
     logprobs = torch.empty(num_rows)
     top_ids = torch.empty(num_rows, NUM_TOP, dtype=torch.int32)
     top_logprobs = torch.empty(num_rows, NUM_TOP)
-    float_state = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 0.0])[:, None].repeat(1, num_rows)
-    int_state = torch.tensor([0, NUM_TOP, 0], dtype=torch.int32)[:, None].repeat(1, num_rows)
+    row_state = torch.zeros(num_rows, 16, dtype=torch.int32)  # csrc/core/row_state.h
+    row_state.view(torch.float32)[:, [1, 4]] = 1.0  # top_p, repetition_penalty
+    row_state[:, 7] = NUM_TOP
     order = torch.arange(num_rows, dtype=torch.int32)
     ops.sample(
-        logits, order, order, float_state, int_state, torch.zeros(num_rows, dtype=torch.int64),
-        None, None, None, None, None, None, None, None, None,
+        logits, order, order, row_state, None, None, None,
         token_ids, logprobs, ranks, top_ids, top_logprobs,
         torch.empty(ops.sample_workspace_bytes(num_rows, vocab_size), dtype=torch.uint8),
     )  # fmt: skip

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm_lite import ops
+from vllm_lite.worker.step_plan import NEW_ROW
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,23 @@ class Outcome:
         return [int(token) for token in self.token_ids]
 
 
-def _ragged(lists: Sequence[Sequence[int]]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if not any(lists):
-        return None, None
-    start = np.cumsum([0, *map(len, lists)]).astype(np.int32)
-    ids = np.array([i for one in lists for i in one], dtype=np.int32)
-    return torch.from_numpy(start), torch.from_numpy(ids)
+def _row_state(row: Row) -> np.ndarray:
+    """The words of csrc/core/row_state.h."""
+    state = np.zeros(1, dtype=NEW_ROW)
+    state["temperature"], state["min_p"] = row.temperature, row.min_p
+    state["top_p"], state["top_k"] = row.top_p, row.top_k
+    state["repetition_penalty"] = row.repetition
+    state["presence_penalty"], state["frequency_penalty"] = row.presence, row.frequency
+    state["num_logprobs"], state["min_total_tokens"] = row.num_logprobs, row.min_total_tokens
+    state["seed"] = row.seed & 2**32 - 1, row.seed >> 32 & 2**32 - 1
+    state["num_bias"], state["num_allowed"] = len(row.bias), len(row.allowed)
+    state["num_stop"] = len(row.stop)
+    return state.view(np.int32)[1:]
+
+
+def _id_lists(row: Row) -> np.ndarray:
+    values = np.array(list(row.bias.values()), dtype=np.float32).view(np.int32)
+    return np.concatenate([[*row.bias], values, row.allowed, row.stop]).astype(np.int32)
 
 
 def sample(
@@ -71,30 +83,25 @@ def sample(
     num_rows, vocab_size = logits.shape
     slots = list(range(num_rows)) if state_rows is None else list(state_rows)
     max_rows = max(slots) + 1
-    floats = torch.full((6, max_rows), float("nan"))
-    ints = torch.full((3, max_rows), 7, dtype=torch.int32)
-    seeds = torch.zeros(max_rows, dtype=torch.int64)
+    # What the other rows have is not looked at.
+    state = torch.full((max_rows, 16), 0x7FC00000, dtype=torch.int32)
+    lists = [_id_lists(row) for row in rows]
+    longest = max(len(words) for words in lists)
+    id_lists = torch.full((max_rows, longest + 1), 7, dtype=torch.int32) if longest > 0 else None
     has_history = any(row.prompt or row.output for row in rows)
     counts = torch.zeros(max_rows, vocab_size, dtype=torch.int32) if has_history else None
     mask = torch.zeros(max_rows, vocab_size, dtype=torch.uint8) if has_history else None
-    floats[:, slots] = torch.tensor(
-        [[r.temperature, r.top_p, r.min_p, r.repetition, r.presence, r.frequency] for r in rows]
-    ).T
-    ints[:, slots] = torch.tensor(
-        [[r.top_k, r.num_logprobs, r.min_total_tokens] for r in rows], dtype=torch.int32
-    ).T
-    seeds[slots] = torch.tensor([row.seed for row in rows])
+    for slot, row, words in zip(slots, rows, lists, strict=True):
+        state[slot] = torch.from_numpy(_row_state(row))
+        if id_lists is not None:
+            id_lists[slot, : len(words)] = torch.from_numpy(words)
     if counts is not None and mask is not None:
         for slot, row in zip(slots, rows, strict=True):
             for token in row.output:
                 counts[slot, token] += 1
             mask[slot, list(row.prompt)] = 1
     max_logprobs = max(1, max(row.num_logprobs for row in rows) + 1)
-    bias_start, bias_ids = _ragged([list(row.bias) for row in rows])
-    bias_values = torch.tensor([v for row in rows for v in row.bias.values()], dtype=torch.float32)
-    allowed_start, allowed_ids = _ragged([row.allowed for row in rows])
-    stop_start, stop_ids = _ragged([row.stop for row in rows])
-    last_tokens = torch.full((seeds.numel(),), -9, dtype=torch.int32)
+    last_tokens = torch.full((max_rows,), -9, dtype=torch.int32)
     outcome = Outcome(
         torch.full((num_rows,), -9, dtype=torch.int32),
         torch.full((num_rows,), 9.0),
@@ -107,18 +114,10 @@ def sample(
         logits,
         torch.tensor(slots, dtype=torch.int32),
         torch.tensor([row.position for row in rows], dtype=torch.int32),
-        floats,
-        ints,
-        seeds,
+        state,
+        id_lists,
         counts,
         mask,
-        bias_start,
-        bias_ids,
-        bias_values if bias_start is not None else None,
-        allowed_start,
-        allowed_ids,
-        stop_start,
-        stop_ids,
         outcome.token_ids,
         outcome.logprobs,
         outcome.ranks,

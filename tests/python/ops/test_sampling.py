@@ -533,6 +533,8 @@ def test_every_back_end_gives_the_same_bits(num_rows: int, vocab_size: int, back
 
 # ---- arguments
 
+STATE = torch.zeros(2, 16, dtype=torch.int32)
+
 
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -545,13 +547,26 @@ def test_wrong_logits_are_refused(
     change: Callable[[torch.Tensor], torch.Tensor], message: str
 ) -> None:
     logits = change(torch.zeros(2, 8))
-    state = torch.zeros(6, 2)
-    ints = torch.zeros(3, 2, dtype=torch.int32)
     ids = torch.zeros(2, dtype=torch.int32)
-    seeds = torch.zeros(2, dtype=torch.int64)
-    nothing = (None,) * 9
     with pytest.raises(RuntimeError, match=message):
-        ops.sample(logits, ids, ids, state, ints, seeds, *nothing, ids, None, None, None, None)
+        ops.sample(logits, ids, ids, STATE, *(None,) * 3, ids, *(None,) * 4)
+
+
+@pytest.mark.parametrize(
+    ("state", "lists", "message"),
+    [
+        (STATE[:, :15], None, r"row_state must be \[max_rows, 16\]"),
+        (STATE.float(), None, "row_state has the wrong dtype"),
+        (STATE, torch.zeros(3, 4, dtype=torch.int32), r"id_lists must be \[max_rows, words\]"),
+        (STATE, torch.zeros(2, 4), "id_lists has the wrong dtype"),
+    ],
+)
+def test_wrong_row_state_is_refused(
+    state: torch.Tensor, lists: torch.Tensor | None, message: str
+) -> None:
+    ids = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=message):
+        ops.sample(torch.zeros(2, 8), ids, ids, state, lists, None, None, ids, *(None,) * 4)
 
 
 @pytest.mark.parametrize("given", [None, 4096])
@@ -559,7 +574,6 @@ def test_cuda_refuses_a_workspace_that_is_too_small(given: int | None) -> None:
     ids = torch.zeros(2, dtype=torch.int32)
     with use("cuda_on_host"), pytest.raises(RuntimeError, match="needs a workspace"):
         ops.sample(
-            torch.zeros(2, 8), ids, ids, torch.zeros(6, 2), torch.zeros(3, 2, dtype=torch.int32),
-            torch.zeros(2, dtype=torch.int64), *(None,) * 9, ids, None, None, None, None,
+            torch.zeros(2, 8), ids, ids, STATE, *(None,) * 3, ids, *(None,) * 4,
             None if given is None else torch.empty(given, dtype=torch.uint8),
         )  # fmt: skip
