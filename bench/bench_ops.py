@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 
 from vllm_lite import ops
+from vllm_lite.worker.step_plan import NEW_ROW
 
 
 def best_seconds(run: Callable[[], object], budget: float) -> float:
@@ -76,16 +78,16 @@ def bench_dequantize(budget: float, ceiling: float) -> None:
         report(f"dequantize {name} to bfloat16", seconds, num_bytes, ceiling, extra)
 
 
-# temperature, top_p, min_p, repetition, presence, frequency; top_k, logprobs, minimum length
-SAMPLING = {
-    "greedy": ([0.0, 1.0, 0.0, 1.0, 0.0, 0.0], [0, -1, 0]),
-    "temperature 1": ([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], [0, -1, 0]),
-    "top_k 50": ([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], [50, -1, 0]),
-    "top_p 0.9": ([1.0, 0.9, 0.0, 1.0, 0.0, 0.0], [0, -1, 0]),
-    "top_k 50, top_p 0.9": ([1.0, 0.9, 0.0, 1.0, 0.0, 0.0], [50, -1, 0]),
-    "greedy, 5 logprobs": ([0.0, 1.0, 0.0, 1.0, 0.0, 0.0], [0, 5, 0]),
-    "repetition penalty, temperature 1": ([1.0, 1.0, 0.0, 1.2, 0.0, 0.0], [0, -1, 0]),
+SAMPLING: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature 1": {},
+    "top_k 50": {"top_k": 50},
+    "top_p 0.9": {"top_p": 0.9},
+    "top_k 50, top_p 0.9": {"top_k": 50, "top_p": 0.9},
+    "greedy, 5 logprobs": {"temperature": 0.0, "num_logprobs": 5},
+    "repetition penalty, temperature 1": {"repetition_penalty": 1.2},
 }
+PLAIN = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, "num_logprobs": -1}
 
 
 def bench_sampling(budget: float, ceiling: float) -> None:
@@ -93,23 +95,24 @@ def bench_sampling(budget: float, ceiling: float) -> None:
     for vocab_size in (49152, 151936):
         logits = torch.randn(num_rows, vocab_size) * 3
         rows, positions = torch.arange(num_rows, dtype=torch.int32), torch.arange(num_rows).int()
-        seeds = torch.arange(num_rows)
         token_ids, ranks = torch.empty(num_rows).int(), torch.empty(num_rows).int()
         logprobs = torch.empty(num_rows)
         top_ids, top_logprobs = torch.empty(num_rows, 5).int(), torch.empty(num_rows, 5)
         counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32)
         mask = torch.zeros(num_rows, vocab_size, dtype=torch.uint8)
         mask[:, ::100] = 1
-        for name, (floats, ints) in SAMPLING.items():
-            float_state = torch.tensor([floats] * num_rows).T.contiguous()
-            int_state = torch.tensor([ints] * num_rows, dtype=torch.int32).T.contiguous()
+        for name, params in SAMPLING.items():
+            states = np.zeros(num_rows, dtype=NEW_ROW)
+            for field, value in (PLAIN | params).items():
+                states[field] = value
+            states["seed"][:, 0] = np.arange(num_rows)
+            words = torch.from_numpy(states.view(np.int32).reshape(num_rows, -1))
             penalized = "penalty" in name
 
             run = partial(
                 ops.sample,
-                logits, rows, positions, float_state, int_state, seeds,
+                logits, rows, positions, words[:, 1:].contiguous(), None,
                 counts if penalized else None, mask if penalized else None,
-                None, None, None, None, None, None, None,
                 token_ids, logprobs, ranks, top_ids, top_logprobs,
             )  # fmt: skip
             seconds = best_seconds(run, budget)

@@ -9,21 +9,33 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 from timing import Bench, start
 
 from vllm_lite import ops
+from vllm_lite.worker.step_plan import NEW_ROW
 
-# temperature, top_p, min_p, repetition, presence, frequency penalty; top_k, logprobs, min tokens
-CASES = {
-    "greedy": ([0.0, 1.0, 0.0, 1.0, 0.0, 0.0], [0, -1, 0]),
-    "temperature 1": ([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], [0, -1, 0]),
-    "top_k 50": ([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], [50, -1, 0]),
-    "top_p 0.9": ([1.0, 0.9, 0.0, 1.0, 0.0, 0.0], [0, -1, 0]),
-    "top_k 50, top_p 0.9, min_p 0.05": ([1.0, 0.9, 0.05, 1.0, 0.0, 0.0], [50, -1, 0]),
-    "greedy, 5 logprobs": ([0.0, 1.0, 0.0, 1.0, 0.0, 0.0], [0, 5, 0]),
-    "penalties, temperature 1": ([1.0, 1.0, 0.0, 1.2, 0.1, 0.1], [0, -1, 0]),
+PLAIN = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, "num_logprobs": -1}
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.1}
+CASES: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature 1": {},
+    "top_k 50": {"top_k": 50},
+    "top_p 0.9": {"top_p": 0.9},
+    "top_k 50, top_p 0.9, min_p 0.05": {"top_k": 50, "top_p": 0.9, "min_p": 0.05},
+    "greedy, 5 logprobs": {"temperature": 0.0, "num_logprobs": 5},
+    "penalties, temperature 1": PENALTIES,
 }
+
+
+def row_state(params: dict[str, float], num_rows: int) -> torch.Tensor:
+    """int32 ``[num_rows, 16]`` for ``ops.sample``; the rows differ in their seeds."""
+    rows = np.zeros(num_rows, dtype=NEW_ROW)
+    for name, value in (PLAIN | params).items():
+        rows[name] = value
+    rows["seed"][:, 0] = np.arange(num_rows)
+    return torch.from_numpy(rows.view(np.int32).reshape(num_rows, -1)[:, 1:]).contiguous()
 
 
 def sample_by_noise(logits: torch.Tensor) -> torch.Tensor:
@@ -59,16 +71,12 @@ def bench_rows(bench: Bench, num_rows: int, vocab_size: int) -> None:
     logprobs = torch.empty(num_rows, device=device)
     top_ids = torch.empty(num_rows, 5, dtype=torch.int32, device=device)
     top_logprobs = torch.empty(num_rows, 5, device=device)
-    for name, (floats, ints) in CASES.items():
+    for name, params in CASES.items():
         has_penalties, has_logprobs = "penalties" in name, "logprobs" in name
         run = partial(
             ops.sample,
-            logits, rows, rows,
-            torch.tensor([floats] * num_rows).T.contiguous().to(device),
-            torch.tensor([ints] * num_rows, dtype=torch.int32).T.contiguous().to(device),
-            torch.arange(num_rows, device=device),
+            logits, rows, rows, row_state(params, num_rows).to(device), None,
             counts if has_penalties else None, mask if has_penalties else None,
-            None, None, None, None, None, None, None,
             token_ids,
             logprobs if has_logprobs else None, ranks if has_logprobs else None,
             top_ids if has_logprobs else None, top_logprobs if has_logprobs else None,

@@ -43,9 +43,9 @@ def check_device() -> None:
 def measured_kv_memory(utilization: float, run_largest_step: Callable[[], None]) -> int:
     """Bytes for the KV cache: a share of the device less what everything else takes at its peak.
 
-    Called with the weights loaded. The peak is measured in one step of the largest size, which has
-    whatever is else allocated only when it is needed; what other processes hold at the moment plays
-    no part. Raises ValueError if nothing is left.
+    Called with the weights loaded. The peak is measured in one step of the largest size, with all
+    that is otherwise allocated when a request first needs it; what other processes hold at the
+    moment plays no part. Raises ValueError if nothing is left.
     """
     torch.cuda.reset_peak_memory_stats()
     run_largest_step()
@@ -97,7 +97,7 @@ class DecodeGraphs:
         return self._made[padded].inputs
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits of the padded step, valid until the next ``run`` of this size."""
+        """Logits of the padded step, valid until the next step."""
         size = self._made[inputs.sizes.num_seqs]
         if size.graph is None:
             # The first step of a size runs as it is: libraries set themselves up in it.
