@@ -181,6 +181,15 @@ def test_padded_decode_steps_change_nothing(
         graphs = with_graphs(worker, monkeypatch)
         padded = tokens_and_logprobs(llm, PROMPTS[:3])
         assert list(graphs._made) == [4]  # three sequences in a step of four
+        alone = tokens_and_logprobs(llm, PROMPTS[:1])
+        assert list(graphs._made) == [4, 1]
+        # A place of its own for each graph would be a gigabyte, of a large vocabulary.
+        places = {
+            size.logits.data_ptr() for size in graphs._made.values() if size.logits is not None
+        }
+        assert len(places) == 1
+        padded.append(alone[0])
+        plain.append(plain[0])
     for (tokens, logprobs), (expected, expected_logprobs) in zip(padded, plain, strict=True):
         assert tokens == expected
         assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)
