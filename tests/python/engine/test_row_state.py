@@ -1,6 +1,12 @@
 """What the sampler keeps of a row: nothing of it reaches another row, or the row's next owner."""
 
+import numpy as np
+import pytest
+import torch
+
 from vllm_lite import LLM, SamplingParams
+from vllm_lite.worker.largest_step import largest_plan
+from vllm_lite.worker.step_plan import NEW_ROW, StepPlan
 
 PROMPT = "The quick"
 PLAIN = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -36,3 +42,23 @@ def test_longer_lists_of_another_row_leave_a_rows_own_in_place(tiny_model: str) 
     with LLM(tiny_model, num_threads=1, max_model_len=256, max_num_seqs=4) as llm:
         assert tokens(llm, ALL) == alone
         assert tokens(llm, ALL[::-1]) == alone[::-1]
+
+
+def test_row_lists_are_found_and_must_add_up() -> None:
+    words = np.frombuffer(largest_plan(64, 3, 32, 16, 100), dtype=np.int32)
+    plan = StepPlan(words.tobytes())
+    first, *others = plan.row_lists()
+    # Bias ids and values of 100 ids, all of them allowed, 32 tokens of history.
+    assert (first.ids, first.prompt, first.output) == (
+        slice(0, 300), slice(300, 300), slice(300, 332),
+    )  # fmt: skip
+    assert [(one.row, one.output) for one in others] == [(1, slice(332, 333)), (2, slice(333, 334))]
+    new_rows = plan.split_changes(plan.changes).new_rows.numpy().view(NEW_ROW)[:, 0]
+    new_rows["num_prompt_tokens"] = 20
+    prompts = [(one.prompt, one.output) for one in plan.row_lists()]
+    assert prompts[0] == (slice(300, 320), slice(320, 332))
+    new_rows["num_history"] += 1
+    with pytest.raises(ValueError, match="wrong length"):
+        list(plan.row_lists())
+    with pytest.raises(RuntimeError):
+        plan.split_changes(torch.cat([plan.changes, plan.changes[:1]]))
