@@ -94,20 +94,36 @@ int32_t KvCacheManager::num_out_of_window(int32_t num_computed) const {
 }
 
 int32_t KvCacheManager::admit(BlockTable& table, std::span<const TokenId> tokens,
-                              const CacheSalt& salt, int32_t num_tokens, int32_t headroom) {
+                              const CacheSalt& salt, int32_t num_tokens, int32_t headroom,
+                              int32_t min_awaited_tokens) {
   VL_ASSERT(table.blocks.empty());
   VL_ASSERT(num_tokens >= 0 && headroom >= 0);
   const int32_t total = blocks_for(num_tokens);
   const int32_t most_hits =
       index_ && !tokens.empty() ? (static_cast<int32_t>(tokens.size()) - 1) / block_size() : 0;
   make_room(table, std::max(total, most_hits));
+  table.awaited_block = kNoBlock;
   if (most_hits > 0) {
     PrefixLink place = index_->root(salt);
+    BlockId last_coming = kNoBlock;
+    int32_t num_coming = 0;
     for (int32_t i = 0; i < most_hits; ++i) {
       const BlockId block = index_->find(place, tokens_of_block(tokens, i, block_size()), salt);
       if (block == kNoBlock) break;
-      table.blocks.push_back(block);
+      if (index_->coming(block)) {
+        if (min_awaited_tokens == 0) break;
+        last_coming = block;
+        ++num_coming;
+      } else if (num_coming == 0) {
+        table.blocks.push_back(block);
+      }
       place = index_->link(block);
+    }
+    if (num_coming > 0 && num_coming >= ceil_div(min_awaited_tokens, block_size())) {
+      table.blocks.clear();
+      table.awaited_block = last_coming;
+      table.awaited_generation = pool_->generation(last_coming);
+      return kAwaits;
     }
   }
 
@@ -120,7 +136,7 @@ int32_t KvCacheManager::admit(BlockTable& table, std::span<const TokenId> tokens
   }
   if (taken + headroom > num_available_blocks()) {
     table.blocks.clear();
-    return -1;
+    return kNoRoom;
   }
 
   // All hits are held before the first fresh block is taken: that may evict.
@@ -134,10 +150,32 @@ int32_t KvCacheManager::admit(BlockTable& table, std::span<const TokenId> tokens
   table.num_hit_blocks = hits;
   table.num_out_of_window = skipped;
   if (index_) {
+    announce(table, tokens, salt);
     stats_.prefix_queries += static_cast<int64_t>(tokens.size());
     stats_.prefix_hits += static_cast<int64_t>(hits) * block_size();
   }
   return hits * block_size();
+}
+
+bool KvCacheManager::awaits(const BlockTable& table) const {
+  const BlockId block = table.awaited_block;
+  return block != kNoBlock && index_->coming(block) &&
+         pool_->generation(block) == table.awaited_generation;
+}
+
+// Whoever holds the table computes all its tokens unless it gives the blocks back, which ends what
+// is announced of them.
+void KvCacheManager::announce(const BlockTable& table, std::span<const TokenId> tokens,
+                              const CacheSalt& salt) {
+  const int32_t num_full = static_cast<int32_t>(tokens.size()) / block_size();
+  const int32_t first = table.num_published;
+  PrefixLink place =
+      first == 0 ? index_->root(salt) : index_->link(table.blocks[index_of(first - 1)]);
+  for (int32_t i = first; i < std::min(num_full, size_of(table)); ++i) {
+    const BlockId block = table.blocks[index_of(i)];
+    place = index_->announce(block, pool_->generation(block), place,
+                             tokens_of_block(tokens, i, block_size()), salt);
+  }
 }
 
 bool KvCacheManager::grow(BlockTable& table, int32_t num_tokens) {
@@ -241,6 +279,7 @@ void KvCacheManager::check_invariants(std::span<const BlockTable* const> tables)
   for (BlockId block = 0; block < num_blocks(); ++block) {
     const BlockState state = pool_->state(block);
     if (state == BlockState::kCached) VL_ASSERT(index_->findable(block));
+    if (index_->coming(block)) VL_ASSERT(state == BlockState::kInUse);
     if (state == BlockState::kFree) {
       VL_ASSERT(index_->link(block).content == kNoContent && !index_->barred(block));
     }
@@ -262,8 +301,9 @@ void KvCacheManager::check_table(const BlockTable& table) const {
       continue;
     }
     VL_ASSERT(block >= 0 && block < num_blocks());
-    // A name in the table says what comes before it, and nothing comes after a block without one.
     if (!index_ || i >= table.num_published) continue;
+    VL_ASSERT(!index_->coming(block));
+    // A name in the table says what comes before it, and nothing comes after a block without one.
     const ContentId before = index_->parent_content(block);
     if (before == kNoContent) continue;
     if (i == 0) VL_ASSERT(before == kRootContent);

@@ -40,6 +40,9 @@ struct BlockTable {
   int32_t num_out_of_window = 0;  // leading entries that are kNoBlock
   // Leading blocks that this sequence found in the prefix index at its last admission.
   int32_t num_hit_blocks = 0;
+  // What admit() last told to wait for: a block of another table, and its contents at that time.
+  BlockId awaited_block = kNoBlock;
+  uint64_t awaited_generation = 0;
 
   void reserve(int32_t num_blocks) { blocks.reserve(static_cast<size_t>(num_blocks)); }
 };
@@ -69,12 +72,23 @@ class KvCacheManager {
   int32_t blocks_for(int32_t num_tokens) const;
 
   // Gives an empty table the longest cached prefix of `tokens` in whole blocks (never all tokens:
-  // at least one is left to compute) and fresh blocks for the rest up to `num_tokens` in all. All
-  // or nothing. Returns the number of cached tokens, or -1 if there is not room for everything;
+  // at least one is left to compute) and fresh blocks for the rest up to `num_tokens` in all, and
+  // announces to the prefix index which whole blocks of `tokens` will be computed in them. All or
+  // nothing. Returns the number of cached tokens, or kNoRoom if there is not room for everything;
   // then nothing changed. `headroom`: blocks that must still be available afterwards.
+  //
+  // Returns kAwaits, and changes nothing but what awaits() says, if other tables are about to
+  // compute at least `min_awaited_tokens` of those that come after the cached prefix (0: never).
+  //
   // Looks the prefix up anew at every call. REQUIRES: table.blocks is empty.
   int32_t admit(BlockTable& table, std::span<const TokenId> tokens, const CacheSalt& salt,
-                int32_t num_tokens, int32_t headroom = 0);
+                int32_t num_tokens, int32_t headroom = 0, int32_t min_awaited_tokens = 0);
+  static constexpr int32_t kNoRoom = -1;
+  static constexpr int32_t kAwaits = -2;
+
+  // True from a kAwaits until the last block of what it is about was computed or given up: so long
+  // admit() need not be tried. O(1), without hashing.
+  bool awaits(const BlockTable& table) const;
 
   // Makes room in the table for `num_tokens` tokens in all. False, and nothing changed, if the pool
   // cannot. O(new blocks).
@@ -110,13 +124,14 @@ class KvCacheManager {
   void check_invariants(std::span<const BlockTable* const> tables) const;
 
  private:
-  friend class KvCacheManagerPeer;  // a test: narrows the hash
+  friend class KvCacheManagerPeer;  // tests: narrows the hash, looks prefixes up
   KvCacheManager(const KvCacheConfig& config, int32_t hash_bits);
 
   void make_room(BlockTable& table, int32_t num_blocks) const;
   // REQUIRES: num_available_blocks() > 0.
   BlockId take_block();
   void give_back(BlockId block, bool out_of_window);
+  void announce(const BlockTable& table, std::span<const TokenId> tokens, const CacheSalt& salt);
   int32_t num_out_of_window(int32_t num_computed) const;
   void check_table(const BlockTable& table) const;
 

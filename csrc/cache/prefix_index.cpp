@@ -57,25 +57,44 @@ BlockId PrefixIndex::find(const PrefixLink& parent, std::span<const TokenId> tok
   return find(hash_tokens(parent.hash, tokens) & hash_mask_, parent.content, tokens, salt);
 }
 
+PrefixLink PrefixIndex::announce(BlockId block, uint64_t generation, const PrefixLink& parent,
+                                 std::span<const TokenId> tokens, const CacheSalt& salt) {
+  VL_ASSERT(tokens.size() == block_size_);
+  if (barred(block) || parent.content == kNoContent) return {};
+  VL_ASSERT(at(block).state == State::kUnknown);
+  const uint64_t hash = hash_tokens(parent.hash, tokens) & hash_mask_;
+  const BlockId equal = find(hash, parent.content, tokens, salt);
+  if (equal != kNoBlock) return link(equal);
+  describe(block, hash, parent, tokens, salt);
+  at(block).content = generation;
+  insert(block, State::kComing);
+  return link(block);
+}
+
 void PrefixIndex::offer(BlockId block, uint64_t generation, const PrefixLink& parent,
                         std::span<const TokenId> tokens, const CacheSalt& salt) {
   VL_ASSERT(tokens.size() == block_size_);
   Entry& entry = at(block);
-  if (entry.state != State::kUnknown || parent.content == kNoContent) return;
-  entry.hash = hash_tokens(parent.hash, tokens) & hash_mask_;
-  entry.parent_content = parent.content;
-  entry.parent_block = parent.block;
-  entry.salt = salt;
-  std::ranges::copy(tokens, tokens_.begin() + static_cast<ptrdiff_t>(block) *
-                                                  static_cast<ptrdiff_t>(block_size_));
-  entry.equal = find(entry.hash, parent.content, tokens, salt);
-  if (entry.equal == kNoBlock) {
-    entry.content = generation;
-    insert(block);
-  } else {
-    entry.content = at(entry.equal).content;
-    entry.state = State::kTwin;
+  if (entry.state == State::kComing) {
+    if (entry.parent_content == parent.content) {
+      entry.parent_block = parent.block;
+      entry.state = State::kFindable;
+      return;
+    }
+    forget(block);  // announced after an equal of its parent, which has another name
   }
+  if (entry.state != State::kUnknown || parent.content == kNoContent) return;
+  const uint64_t hash = hash_tokens(parent.hash, tokens) & hash_mask_;
+  const BlockId equal = find(hash, parent.content, tokens, salt);
+  describe(block, hash, parent, tokens, salt);
+  entry.content = equal == kNoBlock ? generation : at(equal).content;
+  if (equal != kNoBlock && findable(equal)) {
+    entry.equal = equal;
+    entry.state = State::kTwin;
+    return;
+  }
+  if (equal != kNoBlock) forget(equal);
+  insert(block, State::kFindable);
 }
 
 BlockId PrefixIndex::settle(BlockId block) {
@@ -83,14 +102,15 @@ BlockId PrefixIndex::settle(BlockId block) {
   if (entry.state == State::kFindable) return block;
   if (entry.state != State::kTwin) return kNoBlock;
   const BlockId equal = find(entry.hash, entry.parent_content, tokens_of(block), entry.salt);
-  if (equal != kNoBlock) return equal;
+  if (equal != kNoBlock && findable(equal)) return equal;
+  if (equal != kNoBlock) forget(equal);
   entry.equal = kNoBlock;
-  insert(block);
+  insert(block, State::kFindable);
   return block;
 }
 
 void PrefixIndex::forget(BlockId block) {
-  if (findable(block)) remove(block);
+  if (in_table(block)) remove(block);
   at(block) = Entry{};
 }
 
@@ -106,10 +126,21 @@ BlockId PrefixIndex::parent_of(BlockId block) const {
   return at(parent).content == entry.parent_content ? parent : kNoBlock;
 }
 
-void PrefixIndex::insert(BlockId block) {
+void PrefixIndex::describe(BlockId block, uint64_t hash, const PrefixLink& parent,
+                           std::span<const TokenId> tokens, const CacheSalt& salt) {
+  Entry& entry = at(block);
+  entry.hash = hash;
+  entry.parent_content = parent.content;
+  entry.parent_block = parent.block;
+  entry.salt = salt;
+  std::ranges::copy(tokens, tokens_.begin() + static_cast<ptrdiff_t>(block) *
+                                                  static_cast<ptrdiff_t>(block_size_));
+}
+
+void PrefixIndex::insert(BlockId block, State state) {
   Entry& entry = at(block);
   BlockId& first = buckets_[bucket_of(entry.hash)];
-  entry.state = State::kFindable;
+  entry.state = state;
   entry.next_in_bucket = first;
   first = block;
 }
@@ -124,28 +155,28 @@ void PrefixIndex::remove(BlockId block) {
 }
 
 void PrefixIndex::check_invariants() const {
-  size_t num_findable = 0;
+  size_t num_in_table = 0;
   const BlockId num_blocks = static_cast<BlockId>(entries_.size());
   for (BlockId block = 0; block < num_blocks; ++block) {
     const Entry& entry = at(block);
-    const bool has_name = entry.state == State::kTwin || entry.state == State::kFindable;
+    const bool has_name = entry.state == State::kTwin || in_table(block);
     VL_ASSERT(has_name == (entry.content != kNoContent));
     VL_ASSERT(has_name == (entry.parent_content != kNoContent));
     VL_ASSERT(entry.content != kRootContent &&
               (!has_name || entry.content != entry.parent_content));
-    if (entry.state != State::kFindable) continue;
-    ++num_findable;
+    if (!in_table(block)) continue;
+    ++num_in_table;
     // Finding itself says both that it is in its bucket and that no other block is equal to it.
     VL_ASSERT(find(entry.hash, entry.parent_content, tokens_of(block), entry.salt) == block);
   }
   size_t num_in_buckets = 0;
   for (BlockId first : buckets_) {
     for (BlockId block = first; block != kNoBlock; block = at(block).next_in_bucket) {
-      VL_ASSERT(findable(block));
-      VL_ASSERT(++num_in_buckets <= num_findable);
+      VL_ASSERT(in_table(block));
+      VL_ASSERT(++num_in_buckets <= num_in_table);
     }
   }
-  VL_ASSERT(num_in_buckets == num_findable);
+  VL_ASSERT(num_in_buckets == num_in_table);
 }
 
 }  // namespace vllm_lite

@@ -6,15 +6,17 @@
 // ContentId; a hit is confirmed by comparing parent, tokens and salt, never by hash alone. Hence
 //   - no hash, however narrow, can make one prompt find another's block;
 //   - when a parent is evicted before its child, nothing that later gets the parent's block can
-//   lead
-//     to the child.
+//     lead to the child.
 //
 // Each block is in one state here:
 //   unknown  - not offered, or offered after a block that has no name: has no name itself;
+//   coming   - announced: whoever holds it is about to compute these contents. Has its name already
+//              and is in the hash table, so that others can wait for it instead of computing the
+//              same, but nobody may use it;
 //   twin     - has the name of an equal block that was findable when it was offered. Its children
 //              hang below that name, and it can take the other's place later (settle);
-//   findable - in the hash table. At most one block per (parent, tokens, salt);
-//   barred   - contents are out of date (reset while in use): never to be found.
+//   findable - in the hash table. At most one block, coming or findable, per (parent, tokens,
+//   salt); barred   - contents are out of date (reset while in use): never to be found.
 // All memory is taken in the constructor; calls cost O(block_size), expected.
 #pragma once
 
@@ -47,18 +49,29 @@ class PrefixIndex {
   // The place after this block; `content` is kNoContent if the block has no name.
   PrefixLink link(BlockId block) const;
 
-  // The block with these tokens in this place, or kNoBlock. REQUIRES: tokens.size() == block_size.
+  // The block with these tokens in this place, findable or coming, or kNoBlock. REQUIRES:
+  // tokens.size() == block_size.
   BlockId find(const PrefixLink& parent, std::span<const TokenId> tokens,
                const CacheSalt& salt) const;
 
+  // The block, of this generation, will hold these tokens in this place: makes it coming unless an
+  // equal block is in the hash table. Returns the place after these contents; no effect and no
+  // place if the block is barred or the parent has no name. REQUIRES: tokens.size() == block_size;
+  // the block is unknown or barred; the generation names the contents.
+  PrefixLink announce(BlockId block, uint64_t generation, const PrefixLink& parent,
+                      std::span<const TokenId> tokens, const CacheSalt& salt);
+
   // The block, of this generation, now holds these tokens in this place: makes it findable, or a
-  // twin if an equal block is. No effect on a block that has a name or is barred already, or if the
-  // parent has no name. REQUIRES: tokens.size() == block_size; the generation names the contents.
+  // twin if an equal block is; takes the name and the place of an equal block that is only coming.
+  // No effect on a twin, findable or barred block, nor if the parent has no name. REQUIRES:
+  // tokens.size() == block_size; the generation names the contents; if the block is coming, it was
+  // announced with these tokens and this salt.
   void offer(BlockId block, uint64_t generation, const PrefixLink& parent,
              std::span<const TokenId> tokens, const CacheSalt& salt);
 
   // Nobody holds the block any more: returns the findable block with its contents, which is the
-  // block itself, or an equal one, or kNoBlock. A twin whose equal is gone becomes findable.
+  // block itself, or an equal one, or kNoBlock. A twin whose equal is gone becomes findable, also
+  // in place of one that is only coming.
   BlockId settle(BlockId block);
 
   // The block's contents are gone. Any state.
@@ -67,6 +80,7 @@ class PrefixIndex {
   void bar(BlockId block);
   bool barred(BlockId block) const { return at(block).state == State::kBarred; }
 
+  bool coming(BlockId block) const { return at(block).state == State::kComing; }
   bool findable(BlockId block) const { return at(block).state == State::kFindable; }
   // The findable block that this one comes after; kNoBlock if there is none or it is not known.
   BlockId parent_of(BlockId block) const;
@@ -77,7 +91,7 @@ class PrefixIndex {
   void check_invariants() const;
 
  private:
-  enum class State : uint8_t { kUnknown, kTwin, kFindable, kBarred };
+  enum class State : uint8_t { kUnknown, kComing, kTwin, kFindable, kBarred };
 
   struct Entry {
     ContentId content = kNoContent;
@@ -86,7 +100,7 @@ class PrefixIndex {
     CacheSalt salt{};
     BlockId parent_block = kNoBlock;
     BlockId equal = kNoBlock;           // findable block that a twin is equal to, when offered
-    BlockId next_in_bucket = kNoBlock;  // findable blocks
+    BlockId next_in_bucket = kNoBlock;  // coming and findable blocks
     State state = State::kUnknown;
   };
 
@@ -98,7 +112,10 @@ class PrefixIndex {
   }
   BlockId find(uint64_t hash, ContentId parent, std::span<const TokenId> tokens,
                const CacheSalt& salt) const;
-  void insert(BlockId block);
+  bool in_table(BlockId block) const { return findable(block) || coming(block); }
+  void describe(BlockId block, uint64_t hash, const PrefixLink& parent,
+                std::span<const TokenId> tokens, const CacheSalt& salt);
+  void insert(BlockId block, State state);
   void remove(BlockId block);
 
   size_t block_size_;

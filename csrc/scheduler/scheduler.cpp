@@ -51,6 +51,7 @@ Scheduler::Scheduler(const SchedulerConfig& config, KvCacheManager& cache)
   check_at_least("max_chunk_tokens", config.max_chunk_tokens, 0);
   check_at_least("look_past", config.look_past, 0);
   check_at_least("max_passed_over", config.max_passed_over, 0);
+  check_at_least("min_awaited_tokens", config.min_awaited_tokens, 0);
   const int64_t capacity = int64_t{cache.num_blocks()} * cache.block_size();
   VL_CHECK(config.max_model_len <= capacity,
            "max_model_len is " + std::to_string(config.max_model_len) + ", but the KV cache of " +
@@ -213,8 +214,13 @@ void Scheduler::admit_waiting(int32_t& budget) {
       ++num_parked_;
       continue;
     }
-    if (!blocked_.empty() && num_tried_past++ == config_.look_past) break;
-    if (!try_admit(s, headroom())) {
+    if (cache_.awaits(s->block_table)) continue;
+    const bool looks_past = !blocked_.empty();
+    if (looks_past && num_tried_past == config_.look_past) break;
+    const AdmitResult result = try_admit(s, headroom());
+    if (result == AdmitResult::kHeldBack) continue;
+    num_tried_past += looks_past;
+    if (result == AdmitResult::kNoRoom) {
       blocked_.push_back(s);
       if (s->num_passed_over >= config_.max_passed_over) break;
       continue;
@@ -228,19 +234,21 @@ void Scheduler::admit_waiting(int32_t& budget) {
   for (size_t i = 0; i < num_passed; ++i) ++blocked_[i]->num_passed_over;
 }
 
-bool Scheduler::try_admit(Sequence* sequence, int32_t headroom) {
+Scheduler::AdmitResult Scheduler::try_admit(Sequence* sequence, int32_t headroom) {
   Sequence& s = *sequence;
   // All the memory that decoding needs, taken before anything changes.
   s.block_table.reserve(cache_.blocks_for(s.max_total_tokens));
   s.tokens.reserve(static_cast<size_t>(s.max_total_tokens));
   int32_t num_cached = 0;
   const ForkResult forked = can_fork(s) ? try_fork(sequence, headroom) : ForkResult::kImpossible;
-  if (forked == ForkResult::kNoRoom) return false;
+  if (forked == ForkResult::kNoRoom) return AdmitResult::kNoRoom;
   if (forked == ForkResult::kDone) {
     s.num_computed = s.num_prompt_tokens - 1;
   } else {
-    num_cached = cache_.admit(s.block_table, s.tokens, s.salt, s.num_tokens(), headroom);
-    if (num_cached < 0) return false;
+    num_cached = cache_.admit(s.block_table, s.tokens, s.salt, s.num_tokens(), headroom,
+                              config_.min_awaited_tokens);
+    if (num_cached == KvCacheManager::kAwaits) return AdmitResult::kHeldBack;
+    if (num_cached == KvCacheManager::kNoRoom) return AdmitResult::kNoRoom;
     s.num_computed = num_cached;
   }
   s.num_planned = s.num_computed;
@@ -253,7 +261,7 @@ bool Scheduler::try_admit(Sequence* sequence, int32_t headroom) {
   waiting_.erase(sequence);
   s.state = SequenceState::kRunning;
   running_.insert(sequence);
-  return true;
+  return AdmitResult::kDone;
 }
 
 // All or nothing: the room is counted first, so that neither the copy nor the growth can fail for

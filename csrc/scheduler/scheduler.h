@@ -22,6 +22,17 @@
 // `max_passed_over` and does not fit nobody is tried until it has been admitted, so it cannot
 // starve.
 //
+// A prefix is computed once: a waiting sequence is held back while running ones are about to
+// compute at least `min_awaited_tokens` of its tokens next after its cached prefix, in this step,
+// one in flight or a later one; then it is admitted with all of them as a hit. In chunks, too, it
+// hardly loses by that: where there is budget left to admit anybody, each of those running has got
+// its chunk, so that by itself it would not reach the end of the common part in an earlier step.
+// What it can lose is the rest of one step, which a short common part is not worth. Who is held
+// back keeps its place in the queue, counts neither for look_past nor as passed over, and is tried
+// again once the last of those tokens is computed or whoever was to compute it was preempted,
+// finished or failed: it waits only for sequences that run. Cost: while it waits O(1) a step
+// without a hash; before and after, the look-up of admission.
+//
 // Forks (Sequence::fork_parent): while the parent runs and computes its prompt, the sample stands
 // aside, outside the queue's order, holding up nobody. Then all prompt tokens but the last are
 // forked, and the sample computes the last one to sample its own first token. If the parent is not
@@ -33,9 +44,10 @@
 //
 // Two calls a step: plan(), then commit() with the sampled tokens. plan() changes only the
 // scheduler's own state and cannot fail half-way. num_computed advances and blocks are published at
-// commit alone, so nothing ever hits or forks a block that is only about to be computed. Between
-// plan and commit sequences may be added or finished; commit skips a finished one. Steady-state
-// decode allocates no heap memory.
+// commit alone, so nothing ever hits or forks a block that is only about to be computed (those are
+// announced to the prefix index at admission, for others to wait for). Between plan and commit
+// sequences may be added or finished; commit skips a finished one. Steady-state decode allocates no
+// heap memory.
 //
 // Asynchronous scheduling: a step may be planned while the one before is in flight. Its tokens are
 // then known by number only: num_planned and num_pending stand for the steps in flight, a sequence
@@ -80,6 +92,10 @@ struct SchedulerConfig {
   SchedulingPolicy policy = SchedulingPolicy::kFirstCome;
   int32_t look_past = 4;
   int32_t max_passed_over = 16;
+  // Tokens that a sequence waits for rather than computes them itself; 0: it never waits. A bound
+  // for what waiting costs, one reading of the weights: the arithmetic of some ten tokens on a CPU,
+  // of some hundred on a GPU (estimates from their ratios of FLOPs to bytes).
+  int32_t min_awaited_tokens = 64;
 };
 
 // A part of a step: tokens [num_computed_before, num_computed_before + num_tokens) of a sequence.
@@ -178,7 +194,8 @@ class Scheduler {
 
   bool schedule_running(int32_t& budget);
   void admit_waiting(int32_t& budget);
-  bool try_admit(Sequence* sequence, int32_t headroom);
+  enum class AdmitResult : uint8_t { kDone, kNoRoom, kHeldBack };
+  AdmitResult try_admit(Sequence* sequence, int32_t headroom);
   enum class ForkResult : uint8_t { kDone, kNoRoom, kImpossible };
   ForkResult try_fork(Sequence* sequence, int32_t headroom);
   // Steps in flight, the oldest is 0.

@@ -8,12 +8,30 @@
 #include <vector>
 
 #include "cache/kv_cache_manager.h"
+#include "cache/prefix_index.h"
 
 namespace vllm_lite {
 
-// Reaches the constructor that narrows the hash.
+// Reaches the constructor that narrows the hash, and the prefix index.
 class KvCacheManagerPeer {
  public:
+  // The blocks that admit() would find for these tokens; `coming`: and those to wait for after
+  // them.
+  static std::vector<BlockId> find_prefix(const KvCacheManager& cache,
+                                          std::span<const TokenId> tokens, const CacheSalt& salt,
+                                          bool coming = false) {
+    std::vector<BlockId> blocks;
+    if (cache.index_ == nullptr) return blocks;
+    const auto size = static_cast<size_t>(cache.block_size());
+    PrefixLink place = cache.index_->root(salt);
+    for (size_t end = size; end <= tokens.size() - !coming; end += size) {
+      const BlockId block = cache.index_->find(place, tokens.subspan(end - size, size), salt);
+      if (block == kNoBlock || (!coming && !cache.index_->findable(block))) break;
+      blocks.push_back(block);
+      place = cache.index_->link(block);
+    }
+    return blocks;
+  }
   static std::unique_ptr<KvCacheManager> create(const KvCacheConfig& config, int32_t hash_bits) {
     return std::unique_ptr<KvCacheManager>(new KvCacheManager(config, hash_bits));
   }

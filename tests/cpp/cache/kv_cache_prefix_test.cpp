@@ -48,6 +48,74 @@ TEST(KvCachePrefix, OnlyComputedBlocksAreFound) {
   check(cache, {&first, &second});
 }
 
+TEST(KvCachePrefix, WhoComesLaterIsToldToWaitForTheCommonBlocksUntilTheLastIsComputed) {
+  KvCacheManager cache({.num_blocks = 16, .block_size = 4});
+  const Tokens tokens = sequence_tokens(15);  // three whole blocks
+  Tokens other = sequence_tokens(14);         // of which two are in common
+  other[9] = 99;
+  BlockTable first, second;
+  admit(cache, first, tokens);
+  const auto admit_second = [&](int32_t min_awaited, const CacheSalt& salt = kSalt) {
+    return cache.admit(second, other, salt, 14, 0, min_awaited);
+  };
+  EXPECT_EQ(admit_second(1), KvCacheManager::kAwaits);
+  EXPECT_TRUE(second.blocks.empty());
+  EXPECT_EQ(cache.num_used_blocks(), 4);
+  EXPECT_EQ(cache.stats().prefix_queries, 15);
+  EXPECT_TRUE(cache.awaits(second));
+  cache.mark_computed(first, tokens, kSalt, 7);
+  EXPECT_TRUE(cache.awaits(second));
+  EXPECT_EQ(admit_second(4), KvCacheManager::kAwaits);  // one block is still to come
+  cache.mark_computed(first, tokens, kSalt, 8);
+  EXPECT_FALSE(cache.awaits(second));
+  EXPECT_EQ(admit_second(1), 8);
+  check(cache, {&first, &second});
+}
+
+TEST(KvCachePrefix, NobodyWaitsForTooFewTokensForOtherTokensOrUnderAnotherSalt) {
+  const Tokens tokens = sequence_tokens(15);
+  const auto admitted_second = [&](Tokens second_tokens, int32_t min_awaited, CacheSalt salt,
+                                   bool caching = true) {
+    KvCacheManager cache({.num_blocks = 16, .block_size = 4, .enable_prefix_caching = caching});
+    BlockTable first, second;
+    admit(cache, first, tokens);
+    return cache.admit(second, second_tokens, salt, 15, 0, min_awaited);
+  };
+  EXPECT_EQ(admitted_second(tokens, 12, kSalt), KvCacheManager::kAwaits);
+  EXPECT_EQ(admitted_second(tokens, 13, kSalt), 0);
+  EXPECT_EQ(admitted_second(tokens, 0, kSalt), 0);
+  EXPECT_EQ(admitted_second(tokens, 1, {0, 1}), 0);
+  EXPECT_EQ(admitted_second(tokens, 1, kSalt, false), 0);
+  Tokens other = tokens;
+  other[0] = 99;
+  EXPECT_EQ(admitted_second(other, 1, kSalt), 0);
+}
+
+TEST(KvCachePrefix, ACollisionOfHashesTellsNobodyToWait) {
+  const auto cache = KvCacheManagerPeer::create({.num_blocks = 16, .block_size = 4}, 0);
+  BlockTable first, second;
+  admit(*cache, first, sequence_tokens(15));
+  EXPECT_EQ(cache->admit(second, sequence_tokens(15, 50), kSalt, 15, 0, 1), 0);
+}
+
+TEST(KvCachePrefix, NobodyWaitsForWhatWasGivenUp) {
+  KvCacheManager cache({.num_blocks = 16, .block_size = 4});
+  const Tokens tokens = sequence_tokens(15);
+  BlockTable first, second;
+  admit(cache, first, tokens);
+  ASSERT_EQ(cache.admit(second, tokens, kSalt, 15, 0, 1), KvCacheManager::kAwaits);
+  cache.release(first);  // aborted, preempted or failed
+  EXPECT_FALSE(cache.awaits(second));
+  // The same block with the same tokens, but somebody else's: the second is asked anew.
+  ASSERT_EQ(admit(cache, first, tokens), 0);
+  EXPECT_FALSE(cache.awaits(second));
+  ASSERT_EQ(cache.admit(second, tokens, kSalt, 15, 0, 1), KvCacheManager::kAwaits);
+  cache.reset_prefix_cache();  // what the first computes from now on is found by nobody
+  EXPECT_FALSE(cache.awaits(second));
+  EXPECT_EQ(cache.admit(second, tokens, kSalt, 15, 0, 1), 0);
+  check(cache, {&first, &second});
+}
+
 TEST(KvCachePrefix, OtherSaltsAndOtherTokensMiss) {
   KvCacheManager cache(kConfig);
   const Tokens tokens = sequence_tokens(9);

@@ -75,6 +75,7 @@ class World {
 
   int64_t num_hits() const { return cache_->stats().prefix_hits; }
   int64_t num_evictions() const { return cache_->stats().evictions; }
+  int64_t num_awaited() const { return num_awaited_; }
 
  private:
   using Iterator = std::list<Running>::iterator;
@@ -105,18 +106,26 @@ class World {
     sequence.epoch = epoch_;
     const int32_t num_tokens = count + below(4);
     const int32_t headroom = below(3);
+    const int32_t min_awaited = below(5) == 0 ? 0 : 1 + below(2 * config_.block_size);
     const KvCacheStats before = cache_->stats();
-    const int32_t cached =
-        cache_->admit(sequence.table, sequence.tokens, sequence.salt, num_tokens, headroom);
-    const int32_t wanted = reference_.admit(sequence.reference, sequence.tokens, sequence.salt,
-                                            num_tokens, headroom, sequence.table.blocks);
+    const int32_t cached = cache_->admit(sequence.table, sequence.tokens, sequence.salt, num_tokens,
+                                         headroom, min_awaited);
+    const int32_t wanted =
+        reference_.admit(sequence.reference, sequence.tokens, sequence.salt, num_tokens, headroom,
+                         min_awaited, sequence.table.blocks);
     ASSERT_EQ(cached, wanted);
+    ASSERT_EQ(cache_->awaits(sequence.table), cached == KvCacheManager::kAwaits);
     ASSERT_LT(cached, count);
     const bool counted = cached >= 0 && config_.enable_prefix_caching;
     ASSERT_EQ(cache_->stats().prefix_queries - before.prefix_queries, counted ? count : 0);
     ASSERT_EQ(cache_->stats().prefix_hits - before.prefix_hits, counted ? cached : 0);
     if (cached < 0) {
       ASSERT_TRUE(sequence.table.blocks.empty());
+      if (cached == KvCacheManager::kAwaits) {
+        ++num_awaited_;
+        awaiting_.push_back(std::move(sequence));
+        if (awaiting_.size() > 8) awaiting_.pop_front();
+      }
       return;
     }
     ASSERT_EQ(sequence.table.num_hit_blocks * config_.block_size, cached);
@@ -187,6 +196,9 @@ class World {
         ASSERT_EQ(slot(sequence, i), expected(sequence, i)) << "position " << i;
       }
     }
+    for (const Running& sequence : awaiting_) {
+      ASSERT_EQ(cache_->awaits(sequence.table), reference_.awaits(sequence.reference));
+    }
     ASSERT_EQ(cache_->num_available_blocks(), reference_.num_available());
     ASSERT_EQ(cache_->stats().evictions, reference_.num_evictions());
     ASSERT_NO_THROW(cache_->check_invariants(tables));
@@ -197,8 +209,10 @@ class World {
   ReferenceCache reference_;
   std::vector<Slot> memory_;  // [num_blocks, block_size]
   std::list<Running> running_;
+  std::list<Running> awaiting_;  // the last ones that were told to wait
   std::mt19937 random_;
   int64_t epoch_ = 0;
+  int64_t num_awaited_ = 0;
 };
 
 class KvCacheRandom : public testing::TestWithParam<Case> {};
@@ -206,21 +220,24 @@ class KvCacheRandom : public testing::TestWithParam<Case> {};
 TEST_P(KvCacheRandom, DoesWhatTheReferenceDoesAndEveryHitHoldsItsTokens) {
   int64_t num_hits = 0;
   int64_t num_evictions = 0;
+  int64_t num_awaited = 0;
   for (uint32_t seed = 0; seed < 10; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     World world(GetParam(), seed);
-    for (int i = 0; i < 1000; ++i) {
+    for (int i = 0; i < 1200; ++i) {
       world.step();
       if (HasFatalFailure() || HasNonfatalFailure()) FAIL() << "in step " << i;
     }
     world.finish();
     num_hits += world.num_hits();
     num_evictions += world.num_evictions();
+    num_awaited += world.num_awaited();
   }
   // The test must have been about something.
   const bool caching = GetParam().config.enable_prefix_caching;
   EXPECT_EQ(num_hits > 1000, caching);
   EXPECT_EQ(num_evictions > 1000, caching);
+  EXPECT_EQ(num_awaited > 20, caching) << num_awaited;
 }
 
 constexpr KvCacheConfig config(int32_t num_blocks, int32_t block_size, int32_t window = 0,

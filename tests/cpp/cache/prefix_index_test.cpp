@@ -22,6 +22,11 @@ class PrefixIndexTest : public testing::TestWithParam<int32_t> {
     index.offer(block, next_generation++, parent, tokens, salt);
     index.check_invariants();
   }
+  PrefixLink announce(BlockId block, const PrefixLink& parent, const Tokens& tokens) {
+    const PrefixLink after = index.announce(block, next_generation++, parent, tokens, kSalt);
+    index.check_invariants();
+    return after;
+  }
 };
 
 INSTANTIATE_TEST_SUITE_P(HashBits, PrefixIndexTest, testing::Values(64, 4, 0));
@@ -114,6 +119,74 @@ TEST_P(PrefixIndexTest, OfferingABlockAgainChangesNothing) {
   offer(0, root, {1, 2});
   EXPECT_EQ(index.link(0).content, content);
   EXPECT_EQ(index.find(root, Tokens{1, 2}, kSalt), 0);
+}
+
+TEST_P(PrefixIndexTest, AnAnnouncedChainIsComingUntilItIsOfferedBlockByBlock) {
+  const PrefixLink root = index.root(kSalt);
+  const PrefixLink after = announce(0, root, {1, 2});
+  announce(1, after, {3, 4});
+  EXPECT_EQ(index.find(root, Tokens{1, 2}, kSalt), 0);
+  EXPECT_EQ(index.find(after, Tokens{3, 4}, kSalt), 1);
+  EXPECT_EQ(index.find(root, Tokens{1, 2}, kOtherSalt), kNoBlock);
+  EXPECT_EQ(index.find(root, Tokens{1, 3}, kSalt), kNoBlock);
+  EXPECT_TRUE(index.coming(0) && index.coming(1));
+  offer(0, root, {1, 2});
+  EXPECT_TRUE(index.findable(0) && index.coming(1));
+  offer(1, index.link(0), {3, 4});
+  EXPECT_TRUE(index.findable(1));
+  EXPECT_EQ(index.parent_of(1), 0);
+}
+
+TEST_P(PrefixIndexTest, WhatIsOnlyComingIsGoneWithItsBlock) {
+  const PrefixLink root = index.root(kSalt);
+  announce(0, root, {1, 2});
+  EXPECT_EQ(index.settle(0), kNoBlock);
+  index.forget(0);
+  EXPECT_EQ(index.find(root, Tokens{1, 2}, kSalt), kNoBlock);
+  announce(1, root, {1, 2});
+  index.bar(1);
+  EXPECT_EQ(index.find(root, Tokens{1, 2}, kSalt), kNoBlock);
+  EXPECT_EQ(announce(1, root, {1, 2}).content, kNoContent);
+}
+
+TEST_P(PrefixIndexTest, TheSecondToAnnounceTheSameGoesOnAfterTheFirst) {
+  const PrefixLink root = index.root(kSalt);
+  announce(0, root, {1, 2});
+  const PrefixLink after = announce(1, root, {1, 2});
+  EXPECT_FALSE(index.coming(1));
+  EXPECT_EQ(after.content, index.link(0).content);
+  announce(2, after, {3, 4});
+  EXPECT_EQ(index.find(index.link(0), Tokens{3, 4}, kSalt), 2);
+  // It is also the first that has them.
+  offer(1, root, {1, 2});
+  EXPECT_TRUE(index.findable(1));
+  EXPECT_FALSE(index.coming(0));
+  EXPECT_EQ(index.find(index.link(1), Tokens{3, 4}, kSalt), 2);
+  offer(0, root, {1, 2});
+  EXPECT_EQ(index.settle(0), 1);
+}
+
+TEST_P(PrefixIndexTest, ABlockAnnouncedAfterSomebodyWhoGaveUpIsFoundAfterItsOwnParent) {
+  const PrefixLink root = index.root(kSalt);
+  announce(0, root, {1, 2});
+  announce(2, announce(1, root, {1, 2}), {3, 4});
+  index.forget(0);
+  offer(1, root, {1, 2});
+  EXPECT_EQ(index.find(index.link(1), Tokens{3, 4}, kSalt), kNoBlock);
+  offer(2, index.link(1), {3, 4});
+  EXPECT_EQ(index.find(index.link(1), Tokens{3, 4}, kSalt), 2);
+}
+
+TEST_P(PrefixIndexTest, ATwinTakesThePlaceOfAnEqualBlockThatIsOnlyComing) {
+  const PrefixLink root = index.root(kSalt);
+  offer(0, root, {1, 2});
+  offer(1, root, {1, 2});
+  index.forget(0);
+  announce(2, root, {1, 2});
+  EXPECT_EQ(index.settle(1), 1);
+  index.check_invariants();
+  EXPECT_EQ(index.find(root, Tokens{1, 2}, kSalt), 1);
+  EXPECT_FALSE(index.coming(2));
 }
 
 TEST_P(PrefixIndexTest, TokensMustBeAWholeBlock) {

@@ -20,6 +20,8 @@ class ReferenceCache {
   struct Table {
     Blocks blocks;
     int32_t published = 0;
+    BlockId awaited = kNoBlock;
+    int64_t awaited_name = 0;
   };
 
   ReferenceCache(const KvCacheConfig& config) : config_(config) {
@@ -31,18 +33,29 @@ class ReferenceCache {
 
   // What admit must return.
   int32_t admit(Table& table, const Tokens& tokens, const CacheSalt& salt, int32_t num_tokens,
-                int32_t headroom, const Blocks& chosen) {
+                int32_t headroom, int32_t min_awaited, const Blocks& chosen) {
     Blocks hits;
+    Blocks coming;
     int64_t parent = kRoot;
     while (config_.enable_prefix_caching) {
-      const size_t end = (hits.size() + 1) * block_size();
-      if (end >= tokens.size()) break;
-      const BlockId block =
-          find({parent, salt,
-                Tokens(tokens.begin() + offset(end - block_size()), tokens.begin() + offset(end))});
+      const size_t i = hits.size() + coming.size();
+      if ((i + 1) * block_size() >= tokens.size()) break;
+      const BlockId block = find_or_coming(key_of(parent, salt, tokens, i));
       if (block == kNoBlock) break;
-      hits.push_back(block);
+      if (contents_.at(block).coming) {
+        coming.push_back(block);
+      } else {
+        EXPECT_TRUE(coming.empty()) << "nobody computes a block before the one before it";
+        hits.push_back(block);
+      }
       parent = contents_.at(block).name;
+    }
+    table.awaited = kNoBlock;
+    const auto num_awaited = static_cast<int32_t>(coming.size() * block_size());
+    if (min_awaited > 0 && num_awaited >= min_awaited) {
+      table.awaited = coming.back();
+      table.awaited_name = contents_.at(coming.back()).name;
+      return KvCacheManager::kAwaits;
     }
     const int32_t num_hits = static_cast<int32_t>(hits.size());
     const int32_t hit_tokens = num_hits * config_.block_size;
@@ -50,7 +63,7 @@ class ReferenceCache {
     for (int32_t i = 0; i < num_hits; ++i) {
       if (kept(i, hit_tokens) && is_cached(hits[at(i)])) ++taken;
     }
-    if (taken + headroom > num_available()) return -1;
+    if (taken + headroom > num_available()) return KvCacheManager::kNoRoom;
     for (int32_t i = 0; i < num_hits; ++i) {
       if (kept(i, hit_tokens)) hold(hits[at(i)]);
     }
@@ -62,7 +75,15 @@ class ReferenceCache {
     table.blocks = hits;
     table.published = num_hits;
     take_fresh(table, num_tokens, chosen);
+    announce(table, tokens, salt);
     return hit_tokens;
+  }
+
+  // Whether what admit said to wait for is still only coming.
+  bool awaits(const Table& table) const {
+    const auto found = contents_.find(table.awaited);
+    return found != contents_.end() && found->second.coming &&
+           found->second.name == table.awaited_name;
   }
 
   bool grow(Table& table, int32_t num_tokens, const Blocks& chosen) {
@@ -77,18 +98,22 @@ class ReferenceCache {
     for (; config_.enable_prefix_caching && table.published < full; ++table.published) {
       const size_t i = at(table.published);
       const BlockId block = table.blocks[i];
-      if (contents_.contains(block) || barred_.contains(block)) continue;
+      if (barred_.contains(block)) continue;
+      if (contents_.contains(block) && !contents_.at(block).coming) continue;
+      contents_.erase(block);
       if (i > 0 && !contents_.contains(table.blocks[i - 1])) continue;
       const int64_t parent = i == 0 ? kRoot : contents_.at(table.blocks[i - 1]).name;
-      const Key key{parent, salt,
-                    Tokens(tokens.begin() + offset(i * block_size()),
-                           tokens.begin() + offset((i + 1) * block_size()))};
+      const Key key = key_of(parent, salt, tokens, i);
       const BlockId equal = find(key);
-      const int64_t name = equal == kNoBlock ? ++last_name_ : contents_.at(equal).name;
+      // Who was only about to compute the same has it no longer to itself, but gave it its name.
+      const BlockId coming = equal == kNoBlock ? find_or_coming(key) : kNoBlock;
+      const BlockId named_by = equal != kNoBlock ? equal : coming;
+      const int64_t name = named_by == kNoBlock ? names_.at(block) : contents_.at(named_by).name;
+      if (coming != kNoBlock) contents_.erase(coming);
       // The block that stands for the parent now, whose place in the LRU order the block goes
       // below.
       const BlockId parent_block = i == 0 ? kNoBlock : standing_for(table.blocks[i - 1]);
-      contents_[block] = {key, name, equal == kNoBlock, equal, parent_block};
+      contents_[block] = {key, name, equal == kNoBlock, false, equal, parent_block};
     }
     for (int32_t i = 0; i < static_cast<int32_t>(table.blocks.size()); ++i) {
       if (i * config_.block_size >= computed || kept(i, computed)) break;
@@ -153,6 +178,7 @@ class ReferenceCache {
     Key key;
     int64_t name;
     bool findable;
+    bool coming;
     BlockId equal;
     BlockId parent_block;
   };
@@ -170,6 +196,11 @@ class ReferenceCache {
     return last > computed - 1 - config_.sliding_window || i >= computed / config_.block_size - 1;
   }
 
+  Key key_of(int64_t parent, const CacheSalt& salt, const Tokens& tokens, size_t i) const {
+    const auto first = tokens.begin() + offset(i * block_size());
+    return {parent, salt, Tokens(first, first + offset(block_size()))};
+  }
+
   BlockId find(const Key& key) const {
     for (const auto& [block, content] : contents_) {
       if (content.findable && content.key == key) return block;
@@ -177,9 +208,34 @@ class ReferenceCache {
     return kNoBlock;
   }
 
+  BlockId find_or_coming(const Key& key) const {
+    for (const auto& [block, content] : contents_) {
+      if ((content.findable || content.coming) && content.key == key) return block;
+    }
+    return kNoBlock;
+  }
+
+  // Whole blocks of `tokens` that are not there and nobody else is about to compute.
+  void announce(const Table& table, const Tokens& tokens, const CacheSalt& salt) {
+    if (!config_.enable_prefix_caching) return;
+    const size_t first = at(table.published);
+    const size_t end = std::min(tokens.size() / block_size(), table.blocks.size());
+    for (size_t i = first; i < end; ++i) {
+      BlockId before = i == 0 ? kNoBlock : table.blocks[i - 1];
+      if (i > first && !contents_.contains(before)) before = last_equal_;
+      const int64_t parent = i == 0 ? kRoot : contents_.at(before).name;
+      const Key key = key_of(parent, salt, tokens, i);
+      last_equal_ = find_or_coming(key);
+      if (last_equal_ != kNoBlock) continue;
+      const BlockId parent_block = i == 0 ? kNoBlock : standing_for(before);
+      contents_[table.blocks[i]] = {key,         names_.at(table.blocks[i]), false, true, kNoBlock,
+                                    parent_block};
+    }
+  }
+
   BlockId standing_for(BlockId block) const {
     const Content& content = contents_.at(block);
-    return content.findable ? block : content.equal;
+    return content.findable || content.coming ? block : content.equal;
   }
 
   BlockId parent_of(BlockId block) const {
@@ -215,6 +271,7 @@ class ReferenceCache {
         ASSERT_EQ(free_.erase(block), 1u) << "not a free block";
       }
       ref_counts_[block] = 1;
+      names_[block] = ++last_name_;
       table.blocks.push_back(block);
     }
   }
@@ -229,8 +286,17 @@ class ReferenceCache {
       return;
     }
     Content& content = found->second;
+    if (content.coming) {
+      contents_.erase(found);
+      free_.insert(block);
+      return;
+    }
     const BlockId findable = find(content.key);
-    if (findable == kNoBlock) content.findable = true;
+    if (findable == kNoBlock) {
+      const BlockId coming = find_or_coming(content.key);
+      if (coming != kNoBlock) contents_.erase(coming);
+      content.findable = true;
+    }
     if (findable == kNoBlock || findable == block) {
       const BlockId parent = out_of_window ? parent_of(block) : kNoBlock;
       lru_.insert(std::ranges::find(lru_, parent), block);
@@ -246,7 +312,9 @@ class ReferenceCache {
   std::vector<BlockId> lru_;  // least recently used first
   std::map<BlockId, int32_t> ref_counts_;
   std::map<BlockId, Content> contents_;  // of the blocks that have a name
+  std::map<BlockId, int64_t> names_;     // that a block gives to contents it is the first to have
   std::set<BlockId> barred_;
+  BlockId last_equal_ = kNoBlock;
   int64_t last_name_ = kRoot;
   int64_t num_evictions_ = 0;
 };

@@ -35,6 +35,7 @@ TEST_F(SchedulerTest, LimitsBelowTheirMinimumAreRefusedByName) {
   refuses(&SchedulerConfig::max_chunk_tokens, -1, "max_chunk_tokens is -1");
   refuses(&SchedulerConfig::look_past, -1, "look_past is -1");
   refuses(&SchedulerConfig::max_passed_over, -1, "max_passed_over is -1");
+  refuses(&SchedulerConfig::min_awaited_tokens, -1, "min_awaited_tokens is -1");
 }
 
 TEST_F(SchedulerTest, PromptOfOneLessThanTheModelLengthGivesOneToken) {

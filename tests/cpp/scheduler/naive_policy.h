@@ -1,9 +1,11 @@
 // The policy of scheduler.h once more, slow and obvious: from a snapshot of all sequences it says
-// what plan() must decide. For configurations without prefix caching and sliding window, where the
-// room that a sequence needs can be counted from the outside.
+// what plan() must decide. For configurations without sliding window, where the room that a
+// sequence needs can be counted from the outside, and for plans in which no cached block is
+// evicted: what the prefix index has is told once, as it was before.
 #pragma once
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <tuple>
 #include <vector>
@@ -12,23 +14,40 @@
 
 namespace vllm_lite {
 
+// What the policy cannot know from the sequences alone.
+struct NaiveKnowledge {
+  std::set<const Sequence*> in_flight;
+  std::map<const Sequence*, std::vector<BlockId>> hits;  // of waiting sequences
+  std::set<const Sequence*> awaiting;                    // held back by an earlier plan
+  // Leading tokens of a running sequence that it said it would compute when it was admitted.
+  std::map<const Sequence*, int32_t> announced;
+};
+
 struct NaiveDecision {
   std::vector<std::tuple<const Sequence*, int32_t, int32_t>> scheduled;  // first token, tokens
   std::set<const Sequence*> preempted;
   std::set<const Sequence*> passed_over;
+  std::set<const Sequence*> held_back;
 };
 
 class NaivePolicy {
  public:
-  NaivePolicy(const SchedulerConfig& config, int32_t num_blocks, int32_t block_size)
-      : config_(config), num_blocks_(num_blocks), block_size_(block_size) {}
+  NaivePolicy(const SchedulerConfig& config, const KvCacheConfig& cache)
+      : config_(config),
+        num_blocks_(cache.num_blocks),
+        block_size_(cache.block_size),
+        min_awaited_(cache.enable_prefix_caching ? config.min_awaited_tokens : 0) {}
 
   NaiveDecision decide(const std::vector<const Sequence*>& sequences,
-                       const std::set<const Sequence*>& in_flight) const {
+                       const NaiveKnowledge& known) const {
     std::vector<Item> running;
     std::vector<Item> waiting;
     for (const Sequence* s : sequences) {
-      if (s->state == SequenceState::kRunning) running.push_back(item(*s));
+      if (s->state == SequenceState::kRunning) {
+        running.push_back(item(*s));
+        running.back().announced = known.announced.at(s);
+        running.back().committed = s->num_computed;
+      }
       if (s->state == SequenceState::kWaiting) waiting.push_back(item(*s));
     }
     const auto before = [this](const Item& a, const Item& b) {
@@ -66,24 +85,37 @@ class NaivePolicy {
     int32_t tried_past = 0;
     for (Item& candidate : waiting) {
       if (budget == 0 || running.size() >= max_running) break;
-      if (in_flight.contains(candidate.sequence)) break;
+      if (known.in_flight.contains(candidate.sequence)) break;
       const Item* parent = nullptr;
       for (const Item& r : running) {
         if (r.sequence == candidate.sequence->fork_parent) parent = &r;
       }
       const int32_t prompt = candidate.sequence->num_prompt_tokens;
-      if (parent != nullptr && parent->sequence->num_computed < prompt) continue;
-      if (!blocked.empty() && tried_past++ >= config_.look_past) break;
+      if (parent != nullptr && parent->committed < prompt) continue;
       if (parent != nullptr && prompt > 1) {
         candidate.computed = prompt - 1;
         const auto whole = (prompt - 1) / block_size_;
         candidate.blocks.assign(parent->blocks.begin(), parent->blocks.begin() + whole);
+      } else {
+        candidate.blocks = known.hits.at(candidate.sequence);
+        candidate.announced = candidate.sequence->num_tokens();
+        candidate.computed = static_cast<int32_t>(candidate.blocks.size()) * block_size_;
       }
+      candidate.committed = candidate.computed;
+      if (known.awaiting.contains(candidate.sequence) ||
+          ((parent == nullptr || prompt == 1) && is_worth_waiting(candidate, running))) {
+        decision.held_back.insert(candidate.sequence);
+        continue;
+      }
+      if (!blocked.empty() && tried_past++ >= config_.look_past) break;
       const int32_t missing = blocks_for(candidate.sequence->num_tokens()) -
                               static_cast<int32_t>(candidate.blocks.size());
       const auto headroom =
           std::min(static_cast<int32_t>(running.size()), std::max(1, num_blocks_ / 16));
-      if (missing + headroom > available(running)) {
+      running.push_back(candidate);  // whose hits are no longer available
+      const int32_t left = available(running);
+      running.pop_back();
+      if (missing + headroom > left) {
         blocked.push_back(candidate.sequence);
         if (candidate.sequence->num_passed_over >= config_.max_passed_over) break;
         continue;
@@ -103,12 +135,33 @@ class NaivePolicy {
     const Sequence* sequence;
     int32_t computed;  // once the steps in flight are done
     std::vector<BlockId> blocks;
+    int32_t committed = 0;  // tokens computed, without the steps in flight
+    int32_t announced = 0;
     int32_t remaining() const {
       const int32_t tokens = sequence->num_tokens() + sequence->num_pending;
       return tokens == sequence->max_total_tokens ? 0 : tokens - computed;
     }
   };
   static Item item(const Sequence& s) { return {&s, s.num_planned, s.block_table.blocks}; }
+
+  // Some running sequence computes enough whole blocks that come next after the candidate's hits.
+  bool is_worth_waiting(const Item& candidate, const std::vector<Item>& running) const {
+    const std::vector<TokenId>& tokens = candidate.sequence->tokens;
+    int32_t most = 0;
+    for (const Item& r : running) {
+      // One that is further on announces nothing after these hits.
+      if (r.sequence->salt != candidate.sequence->salt ||
+          r.committed / block_size_ > candidate.computed / block_size_) {
+        continue;
+      }
+      const auto end = std::min(tokens.size() - 1, static_cast<size_t>(r.announced));
+      size_t common = 0;
+      while (common < end && tokens[common] == r.sequence->tokens[common]) ++common;
+      const int32_t end_of_common = static_cast<int32_t>(common) / block_size_ * block_size_;
+      most = std::max(most, end_of_common - candidate.computed);
+    }
+    return min_awaited_ > 0 && most >= min_awaited_;
+  }
   int32_t blocks_for(int32_t tokens) const { return (tokens + block_size_ - 1) / block_size_; }
   int32_t chunk() const {
     return config_.max_chunk_tokens == 0 ? config_.max_num_batched_tokens
@@ -123,6 +176,7 @@ class NaivePolicy {
   const SchedulerConfig config_;
   const int32_t num_blocks_;
   const int32_t block_size_;
+  const int32_t min_awaited_;
 };
 
 }  // namespace vllm_lite

@@ -10,6 +10,7 @@
 #include <random>
 #include <string>
 
+#include "../cache/cache_test_util.h"
 #include "naive_policy.h"
 #include "scheduler/scheduler.h"
 #include "scheduler/step_builder.h"
@@ -27,9 +28,14 @@ struct Coverage {
   int64_t passed_over = 0;
   int64_t cancelled = 0;
   int64_t predicted = 0;
+  int64_t predicted_with_cache = 0;
   int64_t placeholders = 0;
   int64_t preempted_pending = 0;  // preempted while a token was to come
   int64_t thrown_away = 0;        // samples of sequences that had ended
+  int64_t held_back = 0;          // plans times sequences
+  int64_t let_go = 0;             // admitted with a hit after it was held back
+  int64_t announced = 0;          // plans times running sequences
+  int64_t cut_off = 0;            // of those, others do not find all of it
 };
 
 class Trace {
@@ -51,6 +57,7 @@ class Trace {
     config_.policy = chance(0.5) ? SchedulingPolicy::kPriority : SchedulingPolicy::kFirstCome;
     config_.look_past = pick(0, 4);
     config_.max_passed_over = pick(0, 4);
+    config_.min_awaited_tokens = chance(0.8) ? pick(1, 8) : 0;
     failures_ = chance(0.3);
     aborts_ = chance(0.5);
     cache_ = std::make_unique<KvCacheManager>(cache_config_);
@@ -88,7 +95,9 @@ class Trace {
     Sequence sequence;
     SamplingParams sampling;
     std::vector<TokenId> prompt;
-    bool failed = false;  // a row of it did
+    bool failed = false;        // a row of it did
+    int32_t num_announced = 0;  // tokens that it had when it was admitted
+    bool held_back = false;     // by the last plan
   };
   // A plan on its way. Rows are those at plan time: a sequence may lose its row before the result.
   struct PlannedStep {
@@ -105,6 +114,22 @@ class Trace {
   void restart_worker() {
     worker_ = std::make_unique<WorkerModel>(cache_config_.num_blocks, cache_config_.block_size,
                                             cache_config_.sliding_window);
+  }
+
+  // The leading tokens that the sequence announced, as far as others find them. Where it shares the
+  // beginning with somebody who announced that before and has given up since, they do not until it
+  // has computed that beginning: that must be rare.
+  int32_t announced_tokens(const Live& live) {
+    const Sequence& s = live.sequence;
+    const bool announces = cache_config_.enable_prefix_caching &&
+                           cache_config_.sliding_window == 0 && s.state == SequenceState::kRunning;
+    if (!announces || s.num_computed >= live.num_announced) return 0;
+    const std::span<const TokenId> tokens(s.tokens.data(), static_cast<size_t>(live.num_announced));
+    const auto found = KvCacheManagerPeer::find_prefix(*cache_, tokens, s.salt, true);
+    const auto num_found = static_cast<int32_t>(found.size()) * cache_config_.block_size;
+    ++coverage.announced;
+    coverage.cut_off += live.num_announced - num_found >= cache_config_.block_size;
+    return num_found;
   }
 
   void add_request() {
@@ -187,27 +212,38 @@ class Trace {
   // False if the step is empty.
   bool plan_step() {
     std::vector<const Sequence*> all;
-    std::set<const Sequence*> in_flight, decodes;
+    NaiveKnowledge known;
+    std::set<const Sequence*> decodes, forked;
     std::map<const Sequence*, std::pair<int32_t, int32_t>> before;  // passed over, preemptions
     std::map<const Sequence*, int32_t> pending_before;
     for (const auto& live : live_) {
       const Sequence& s = live->sequence;
       all.push_back(&s);
-      if (scheduler_->in_flight(&s)) in_flight.insert(&s);
+      if (scheduler_->in_flight(&s)) known.in_flight.insert(&s);
+      if (cache_->awaits(s.block_table)) known.awaiting.insert(&s);
+      known.announced[&s] = announced_tokens(*live);
+      if (s.state == SequenceState::kWaiting) {
+        known.hits[&s] = KvCacheManagerPeer::find_prefix(*cache_, s.tokens, s.salt);
+      }
+      const Sequence* parent = s.fork_parent;
+      if (parent != nullptr && parent->state == SequenceState::kRunning &&
+          s.num_prompt_tokens > 1) {
+        forked.insert(&s);
+      }
       const int32_t num_tokens = s.num_tokens() + s.num_pending;
       if (num_tokens < s.max_total_tokens && num_tokens - s.num_planned == 1) decodes.insert(&s);
       before[&s] = {s.num_passed_over, s.num_preemptions};
       pending_before[&s] = s.num_pending;
     }
-    const bool predictable =
-        !cache_config_.enable_prefix_caching && cache_config_.sliding_window == 0;
     NaiveDecision expected;
-    if (predictable) {
-      expected = NaivePolicy(config_, cache_config_.num_blocks, cache_config_.block_size)
-                     .decide(all, in_flight);
+    if (cache_config_.sliding_window == 0) {
+      expected = NaivePolicy(config_, cache_config_).decide(all, known);
     }
+    const int64_t evictions = cache_->stats().evictions;
     const Step& step = scheduler_->plan();
     scheduler_->check_invariants();
+    const bool predictable =
+        cache_config_.sliding_window == 0 && cache_->stats().evictions == evictions;
     EXPECT_FALSE(step.empty() && in_flight_.empty() && !live_.empty())
         << "an empty step while there is work";
     if (predictable) check_decision(step, expected, before);
@@ -219,11 +255,21 @@ class Trace {
         EXPECT_EQ(s.num_planned, s.num_tokens() + pending_before.at(&s)) << "a decode got no token";
       }
     }
+    for (const auto& live : live_) {
+      const Sequence& s = live->sequence;
+      if (s.state == SequenceState::kRunning && known.hits.contains(&s)) {
+        live->num_announced = forked.contains(&s) ? 0 : s.num_tokens();
+        coverage.let_go += live->held_back && s.block_table.num_hit_blocks > 0;
+      }
+      live->held_back = cache_->awaits(s.block_table);
+    }
     if (step.empty()) return false;
     check_limits(step);
     coverage.copies += static_cast<int64_t>(step.copies.size());
     coverage.predicted += predictable;
+    coverage.predicted_with_cache += predictable && cache_config_.enable_prefix_caching;
     coverage.passed_over += static_cast<int64_t>(expected.passed_over.size());
+    coverage.held_back += static_cast<int64_t>(expected.held_back.size());
 
     const auto words = builder_->build(step, ++step_id_);
     const PlanView plan(words);
@@ -403,15 +449,19 @@ TEST_P(RandomTrace, HoldsEveryInvariantAndGivesEverySequenceItsOwnTokens) {
     for (int64_t Coverage::* field :
          {&Coverage::preemptions, &Coverage::prefix_hits, &Coverage::evictions, &Coverage::copies,
           &Coverage::passed_over, &Coverage::cancelled, &Coverage::predicted,
-          &Coverage::placeholders, &Coverage::preempted_pending, &Coverage::thrown_away}) {
+          &Coverage::predicted_with_cache, &Coverage::placeholders, &Coverage::preempted_pending,
+          &Coverage::thrown_away, &Coverage::held_back, &Coverage::let_go, &Coverage::announced,
+          &Coverage::cut_off}) {
       sum.*field += trace.coverage.*field;
     }
   }
   std::printf(
       "preemptions %ld (%ld with a token to come), prefix hits %ld, evictions %ld, copies %ld, "
-      "passed over %ld, cancelled %ld, predicted %ld, placeholders %ld, thrown away %ld\n",
+      "passed over %ld, cancelled %ld, predicted %ld (%ld with prefix caching), placeholders %ld, "
+      "thrown away %ld, held back %ld, let go %ld, announced %ld (%ld cut off)\n",
       sum.preemptions, sum.preempted_pending, sum.prefix_hits, sum.evictions, sum.copies,
-      sum.passed_over, sum.cancelled, sum.predicted, sum.placeholders, sum.thrown_away);
+      sum.passed_over, sum.cancelled, sum.predicted, sum.predicted_with_cache, sum.placeholders,
+      sum.thrown_away, sum.held_back, sum.let_go, sum.announced, sum.cut_off);
   if (count < 1500) return;
   EXPECT_GT(sum.preemptions, 1000);
   EXPECT_GT(sum.prefix_hits, 1000);
@@ -420,6 +470,10 @@ TEST_P(RandomTrace, HoldsEveryInvariantAndGivesEverySequenceItsOwnTokens) {
   EXPECT_GT(sum.passed_over, 100);
   EXPECT_GT(sum.cancelled, 1000);
   EXPECT_GT(sum.predicted, 10000);
+  EXPECT_GT(sum.predicted_with_cache, 10000);
+  EXPECT_GT(sum.held_back, 500);
+  EXPECT_GT(sum.let_go, 100);
+  EXPECT_LT(sum.cut_off * 100, sum.announced);
   if (!is_async) return;
   EXPECT_GT(sum.placeholders, 10000);
   EXPECT_GT(sum.preempted_pending, 500);

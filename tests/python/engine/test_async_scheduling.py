@@ -121,6 +121,31 @@ def test_plans_leave_with_placeholders_which_the_worker_fills_in(tiny_model: str
     assert tokens == {int(name): output.outputs[0].token_ids for name, output in last.items()}
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_common_beginning_is_computed_once(tiny_model: str, async_scheduling: bool) -> None:
+    common = [5 + i * 7 % 200 for i in range(80)]
+    prompts = [[*common, *range(10 + i, 18 + i)] for i in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    def generate(salt: str) -> tuple[list[list[int]], list[int]]:
+        for i, ids in enumerate(prompts):
+            prompt = {"prompt_token_ids": ids, "cache_salt": salt or f"own {i}"}
+            engine.add_request(str(i), prompt, params)
+        last: dict[str, RequestOutput] = {}
+        while engine.has_unfinished_requests():
+            last |= {output.request_id: output for output in engine.step()}
+        outputs = [last[str(i)] for i in range(len(prompts))]
+        return [o.outputs[0].token_ids for o in outputs], [o.num_cached_tokens for o in outputs]
+
+    with Engine(
+        tiny_model, multiprocess=True, num_threads=1, max_model_len=128,
+        max_num_batched_tokens=256, block_size=16, async_scheduling=async_scheduling,
+    ) as engine:  # fmt: skip
+        alone, cached = generate("")
+        assert cached == [0] * 12
+        assert generate("common") == (alone, [0] + [80] * 11)
+
+
 def test_option() -> None:
     assert parse([])[0].async_scheduling is None
     assert parse(["--async-scheduling"])[0].async_scheduling is True
