@@ -3,6 +3,7 @@
 // Bulk data crosses as bytes: prompts in, plans out, results in, outputs out; nothing per token or
 // per block becomes a Python object. python/vllm_lite/_core.pyi says the same to type checkers.
 #include <fcntl.h>
+#include <malloc.h>
 #include <poll.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -240,6 +241,7 @@ PYBIND11_MODULE(_core, m) {
   vllm_lite::bind_engine_core(m);
   m.def("make_token_table", &vllm_lite::make_token_table, py::arg("bytes"), py::arg("offsets"),
         py::arg("kinds"), py::arg("decoding"));
+  m.def("trim_heap", [] { ::malloc_trim(0); });
   m.def("exit_when_hung_up", &vllm_lite::exit_when_hung_up, py::arg("fd"), py::arg("exit_code"),
         py::arg("directory") = "");
 }

@@ -198,5 +198,8 @@ class EngineCore:
     def stats(self) -> EngineStats: ...
     def check_invariants(self) -> None: ...
 
+def trim_heap() -> None:
+    """Gives free heap memory back to the system, for after a start that took much for a while."""
+
 def exit_when_hung_up(fd: int, exit_code: int, directory: str = "") -> None:
     """Ends this process when the peer of the connected socket is gone; removes ``directory``."""

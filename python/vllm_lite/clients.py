@@ -24,6 +24,7 @@ from vllm_lite.messages import (
 from vllm_lite.model_config import ModelConfig
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.processes import EngineProcesses, Progress
+from vllm_lite.token_table import TokenTableData
 from vllm_lite.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -47,12 +48,11 @@ def make_core(
     config: EngineConfig,
     resolved: ResolvedConfig,
     model_config: ModelConfig,
-    tokenizer: Tokenizer,
+    table: TokenTableData,
     num_clients: int,
     async_scheduling: bool,
 ) -> _core.EngineCore:
     assert resolved.num_blocks is not None
-    table = tokenizer.token_table()
     return _core.EngineCore(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -67,7 +67,7 @@ def make_core(
         num_clients=num_clients,
         async_scheduling=async_scheduling,
         tokens=_core.make_token_table(
-            table.bytes, table.offsets.tobytes(), table.kinds.tobytes(), table.decoding
+            table.bytes, table.offsets.tobytes(), table.kinds, table.decoding
         ),
     )
 
@@ -101,7 +101,12 @@ class InProcessClient:
         self._worker: Worker = Worker(config, resolved, files, model_config, progress)
         # Not asynchronous: a call of the worker returns with its step's result.
         self._core: _core.EngineCore = make_core(
-            config, self._worker.resolved, model_config, tokenizer, 1, async_scheduling=False
+            config,
+            self._worker.resolved,
+            model_config,
+            tokenizer.token_table(),
+            1,
+            async_scheduling=False,
         )
         self._is_closed = False
 

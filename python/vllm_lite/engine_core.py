@@ -33,7 +33,7 @@ def serve(channel: Channel) -> None:
     files = ModelFiles(Path(options["model_path"]))
     model_config = load_model_config(files)
     addresses: list[str] = options["client_addresses"]
-    tokenizer = load_tokenizer(files)
+    table = load_tokenizer(files).token_table()  # all that this process wants of a tokenizer
     resolved = config.resolve(model_config)
     if resolved.num_blocks is None:
         config.kv_cache_memory = channel.receive()["bytes"]
@@ -42,10 +42,12 @@ def serve(channel: Channel) -> None:
         config,
         resolved,
         model_config,
-        tokenizer,
+        table,
         len(addresses),
         resolved.async_scheduling,
     )
+    del table
+    _core.trim_heap()  # of what reading the tokenizer took
     context = zmq.Context()
     pull = _socket(context, zmq.PULL)
     pull.bind(options["address"])

@@ -4,11 +4,10 @@ outputs.
 
 import hashlib
 import secrets
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
-
-import numpy as np
 
 from vllm_lite.messages import AddRequest, SequenceOutput, TokenLogprobs
 from vllm_lite.outputs import CompletionOutput, Logprob, RequestOutput
@@ -94,7 +93,7 @@ def make_add_request(
     bias = params.logit_bias or {}
     return AddRequest(
         key=key,
-        prompt=np.asarray(prompt_ids, dtype=np.int32).tobytes(),
+        prompt=array("i", prompt_ids).tobytes(),
         n=params.n,
         priority=priority,
         max_tokens=max_tokens,

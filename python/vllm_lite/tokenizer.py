@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,7 @@ class Tokenizer:
     @cached_property
     def _longest_token(self) -> int:
         """Bytes of the longest token."""
-        offsets = self._table.offsets
-        return int((offsets[1:] - offsets[:-1]).max(initial=1))
+        return max((end - start for start, end in pairwise(self._table.offsets)), default=1)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The tokenizer's own decode of a whole text; ids beyond the vocabulary have no text.

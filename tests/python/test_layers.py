@@ -92,7 +92,7 @@ def test_no_pickle_in_the_package() -> None:
                 assert not pattern.search(code), f"{path}:{number}: {line}"
 
 
-def test_front_end_and_engine_core_import_no_torch() -> None:
+def test_front_end_and_engine_core_import_neither_torch_nor_numpy() -> None:
     """Each in an interpreter of its own, all at once: they take most of their time to start."""
     modules = [
         "vllm_lite.server.__main__",
@@ -102,7 +102,7 @@ def test_front_end_and_engine_core_import_no_torch() -> None:
         "vllm_lite.engine",
         "vllm_lite",
     ]
-    heavy = "','.join(m for m in ('torch', 'transformers') if m in sys.modules)"
+    heavy = "','.join(m for m in ('torch', 'transformers', 'numpy') if m in sys.modules)"
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", f"import sys, {module}; sys.exit({heavy} or 0)"],

@@ -9,6 +9,7 @@ from typing import cast
 
 import msgspec
 
+from vllm_lite import _core
 from vllm_lite.async_engine import AsyncLLMEngine
 from vllm_lite.channel import Channel, ChannelClosed, run_child
 from vllm_lite.clients import ProcessClient
@@ -25,6 +26,7 @@ def main(channel: Channel) -> None:
     client = ProcessClient(options["engine_address"], options["own_address"])
     config = msgspec.convert(options["config"], EngineConfig)
     engine = AsyncLLMEngine.over(client, config, ModelFiles(Path(options["model_path"])))
+    _core.trim_heap()  # of what reading the tokenizer took
     server_options = msgspec.convert(options["options"], ServerOptions)
     client.wait_connected()
     channel.send({"event": "ready"})

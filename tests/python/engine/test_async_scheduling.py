@@ -89,7 +89,9 @@ def test_plans_leave_with_placeholders_which_the_worker_fills_in(tiny_model: str
     model_config = load_model_config(files)
     resolved = config.resolve(model_config)
     tokenizer = load_tokenizer(files)
-    core = make_core(config, resolved, model_config, tokenizer, 1, resolved.async_scheduling)
+    core = make_core(
+        config, resolved, model_config, tokenizer.token_table(), 1, resolved.async_scheduling
+    )
     worker = Worker(config, resolved, files, model_config)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     for key, prompt in enumerate(PROMPTS[:2]):
