@@ -27,7 +27,10 @@ def free_port() -> int:
 
 
 def measure_server(model: str, idle_seconds: float, limit: float) -> tuple[float, float, float]:
-    """Of a server and its children: seconds until ready, idle CPU in % of a core, resident MB."""
+    """Of a server and its children: seconds until ready, idle CPU in % of a core, resident MB.
+
+    Pages that several processes share count once, those shared with others in part.
+    """
     port = free_port()
     start = time.perf_counter()
     server = subprocess.Popen(
@@ -57,7 +60,7 @@ def measure_server(model: str, idle_seconds: float, limit: float) -> tuple[float
         before = sum(sum(process.cpu_times()[:2]) for process in family)
         time.sleep(idle_seconds)
         after = sum(sum(process.cpu_times()[:2]) for process in family)
-        resident = sum(process.memory_info().rss for process in family) / 1e6
+        resident = sum(process.memory_full_info().pss for process in family) / 1e6
         return ready, 100 * (after - before) / idle_seconds, resident
     finally:
         server.send_signal(signal.SIGTERM)

@@ -67,7 +67,7 @@ def make_core(
         num_clients=num_clients,
         async_scheduling=async_scheduling,
         tokens=_core.make_token_table(
-            table.bytes, table.offsets.tobytes(), table.kinds, table.decoding
+            table.bytes, table.offsets.tobytes(), bytes(table.kinds), table.decoding
         ),
     )
 

@@ -44,10 +44,15 @@ class GgufTensor:
 
 
 class GgufFile:
-    """A context manager. ``metadata``: key -> value; ``tensors``: name -> GgufTensor."""
+    """A context manager. ``metadata``: key -> value; ``tensors``: name -> GgufTensor.
 
-    def __init__(self, path: str | Path) -> None:
+    ``vocabulary=False`` leaves out the arrays below ``tokenizer.``, 100,000 strings or more: a
+    quarter of the time, and of the 8 MB that they take for a moment Python keeps most.
+    """
+
+    def __init__(self, path: str | Path, *, vocabulary: bool = True) -> None:
         self.path = Path(path)
+        self._vocabulary = vocabulary
         with self.path.open("rb") as file:
             try:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -89,7 +94,10 @@ class GgufFile:
         for _ in range(num_metadata):
             key = self._string()
             (value_type,) = self._unpack("<I")
-            self.metadata[key] = self._value(value_type)
+            if value_type == _ARRAY and not self._vocabulary and key.startswith("tokenizer."):
+                self._skip_array()
+            else:
+                self.metadata[key] = self._value(value_type)
         found = []
         for _ in range(num_tensors):
             name = self._string()
@@ -131,6 +139,18 @@ class GgufFile:
         text = self._data[self._position : end].decode()
         self._position = end
         return text
+
+    def _skip_array(self) -> None:
+        element_type, length = self._unpack("<IQ")
+        if element_type in _SCALARS:
+            self._position += length * struct.calcsize("<" + _SCALARS[element_type])
+        elif element_type == _STRING:
+            read, data, position = struct.Struct("<Q").unpack_from, self._data, self._position
+            for _ in range(length):
+                position += 8 + read(data, position)[0]
+            self._position = position
+        else:
+            raise GgufError(f"{self.path}: unknown metadata type {element_type} in an array")
 
     def _value(self, value_type: int) -> Any:
         if value_type == _STRING:

@@ -77,7 +77,7 @@ def load_model_config(files: ModelFiles) -> ModelConfig:
     Raises ValueError naming file and field for whatever is missing, malformed or not supported.
     """
     if files.is_gguf:
-        with GgufFile(files.path) as gguf:
+        with GgufFile(files.path, vocabulary=False) as gguf:
             config = _parse(gguf_fields(gguf), Fields(files.path, {}))
             return replace(config, **gguf_facts(gguf))
     fields = read_json(files.path / "config.json")

@@ -26,7 +26,7 @@ class TokenTableData:
 
     bytes: bytes  # all tokens back to back
     offsets: "array[int]"  # [num_tokens + 1], uint32
-    kinds: bytes  # [num_tokens]
+    kinds: bytearray  # [num_tokens]
     decoding: Decoding
 
 
@@ -108,7 +108,7 @@ def build_token_table(backend: tokenizers.Tokenizer) -> TokenTableData:
     else:
         pieces = _byte_fallback_pieces(tokens, kinds, how)
     offsets = array("I", accumulate(map(len, pieces), initial=0))
-    return TokenTableData(b"".join(pieces), offsets, bytes(kinds), how.decoding)
+    return TokenTableData(b"".join(pieces), offsets, kinds, how.decoding)
 
 
 def _byte_level_pieces(tokens: list[str]) -> list[bytes]:

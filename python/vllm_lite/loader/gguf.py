@@ -36,7 +36,7 @@ class GgufCheckpoint:
     def __init__(self, files: ModelFiles, config: ModelConfig) -> None:
         """Raises GgufError (a ValueError) naming the file if it is damaged or cut off."""
         self.path = files.path
-        with GgufFile(self.path) as gguf:
+        with GgufFile(self.path, vocabulary=False) as gguf:
             self._tensors = dict(gguf.tensors)
             interleaved = gguf.metadata.get("general.architecture") == "llama"
         self._data = torch.from_file(

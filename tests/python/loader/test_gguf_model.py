@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Type
 
 from checkpoints import PagedRunner, load, make_model, prompt, reference_logits
 from vllm_lite.config import resolve_dtype_name
-from vllm_lite.gguf_file import GgufFile
+from vllm_lite.gguf_file import GgufError, GgufFile
 from vllm_lite.model_config import load_model_config
 from vllm_lite.model_files import ModelFiles, find_model
 from vllm_lite.models import load_model
@@ -243,6 +243,29 @@ def test_a_cut_or_damaged_file_is_named(tmp_path: Path) -> None:
     files.path.write_bytes(b"GGML" + whole[4:])
     with pytest.raises(ValueError, match="not a GGUF file"):
         load_model_config(files)
+
+
+def test_without_the_vocabulary_everything_else_is_there(tmp_path: Path) -> None:
+    def add_tokenizer(writer: gguf.GGUFWriter) -> None:
+        writer.add_token_list(["a", "größer", ""] * 30)
+        writer.add_token_scores([0.5] * 90)
+        writer.add_token_types([1] * 90)
+        writer.add_eos_token_id(2)
+
+    path = write_gguf(tmp_path / "m.gguf", make_model("llama"), Type.Q8_0, extra=add_tokenizer).path
+    arrays = {f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type")}
+    with GgufFile(path) as whole, GgufFile(path, vocabulary=False) as part:
+        assert arrays < whole.metadata.keys()
+        expected = {key: value for key, value in whole.metadata.items() if key not in arrays}
+        assert part.metadata == expected
+        assert part.metadata["tokenizer.ggml.eos_token_id"] == 2
+        assert part.tensors == whole.tensors
+        header = min(tensor.offset for tensor in whole.tensors.values())
+    data = path.read_bytes()
+    for size in range(0, header, 11):
+        path.write_bytes(data[:size])
+        with pytest.raises(GgufError, match=r"m\.gguf"):
+            GgufFile(path, vocabulary=False)
 
 
 @pytest.fixture(scope="module")
