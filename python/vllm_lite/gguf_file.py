@@ -47,7 +47,7 @@ class GgufFile:
     """A context manager. ``metadata``: key -> value; ``tensors``: name -> GgufTensor.
 
     ``vocabulary=False`` leaves out the arrays below ``tokenizer.``, 100,000 strings or more: a
-    quarter of the time, and of the 8 MB that they take for a moment Python keeps most.
+    quarter of the time, and Python keeps 5 of the 8 MB that the strings take for a moment.
     """
 
     def __init__(self, path: str | Path, *, vocabulary: bool = True) -> None:

@@ -2,7 +2,7 @@
 
 The engine core knows two ways from bytes to text (``csrc/engine/token_table.h``); any other decoder
 is refused here, by name, rather than decoded nearly right. Without numpy: the front ends and the
-engine core's process do without it, which saves each of them 8 MB.
+engine core's process do without it, which saves each of them 6 MB.
 """
 
 import codecs
