@@ -9,6 +9,9 @@
 # Writes <gpu>-<date>.json, .md and .log into bench/results (or $OUT, if set). A stage that fails,
 # runs out of time or lacks a Python package is recorded, and the next one runs.
 # PYTHON= chooses the interpreter, BUDGET= the seconds for all of it.
+#
+# Tests are chosen by the marker `cuda`; the dry run takes the same tests on the host layer. That no
+# test was chosen, or all were skipped, is a failure.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,7 +20,13 @@ if [ "${1:-}" = --dry-run ]; then
   dry=--dry-run
   shift
 fi
-known=" build tests attention small_kernels sampling end_to_end engine sanitizer "
+# Seconds that no earlier stage can take from each: one may run for its own, for what the stages
+# before it left, and no longer. On 16 cores the build takes a quarter of its share.
+declare -A share=(
+  [build]=240 [tests]=35 [attention]=40 [small_kernels]=15 [sampling]=10 [end_to_end]=55
+  [memcheck]=28 [racecheck]=28 [engine]=17 [synccheck]=12
+)
+known=" build tests attention small_kernels sampling end_to_end memcheck racecheck engine synccheck "
 wanted=" $* "
 for name in "$@"; do
   [[ $known == *" $name "* ]] || {
@@ -29,6 +38,10 @@ done
 
 python=${PYTHON:-python3}
 budget=${BUDGET:-480}
+reserved=0 # seconds, of the stages to come
+for name in $wanted; do
+  reserved=$((reserved + share[$name]))
+done
 out=${OUT:-bench/results}
 build=build/gpu_check
 export PYTHONPATH="$PWD/python:$PWD/tests/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -54,40 +67,47 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 : > "$log"
 
-# Of these modules, the ones that the interpreter lacks.
+# Of these modules and commands (those with a hyphen), the ones that are not here.
 missing() {
   "$python" - "$@" << 'END'
 import sys
 from importlib.util import find_spec
-print(*[name for name in sys.argv[1:] if find_spec(name) is None])
+from shutil import which
+print(*[name for name in sys.argv[1:] if (which if "-" in name else find_spec)(name) is None])
 END
+}
+
+# Of a stage's output, a line per figure.
+progress() {
+  sed -un 's/^{"stage": "\([^"]*\)", "name": "\([^"]*\)", "us": "\?\([^,"}]*\).*/   \1: \2: \3 us/p'
 }
 
 record() { # <name> <status, a number or a JSON string> <seconds>
   printf '{"stage": "run", "name": "%s", "status": %s, "seconds": %d}\n' "$@" >> "$work/lines"
 }
 
-# stage <name> <seconds> <modules> <command>...: keeps its output in the log, and its JSON lines.
+# stage <name> <needs> <command>...: keeps its output in the log, and its JSON lines.
 stage() {
-  local name=$1 limit=$2 modules=$3 begin=$SECONDS lacks status
-  shift 3
+  local name=$1 needs=$2 begin=$SECONDS limit lacks status
+  shift 2
   [[ $wanted == *" $name "* ]] || return 0
+  reserved=$((reserved - share[$name]))
   # shellcheck disable=SC2086
-  lacks=$(missing $modules)
+  lacks=$(missing $needs)
   if [ -n "$lacks" ]; then
-    echo "== $name: not run, $python lacks ${lacks// /, }"
+    echo "== $name: not run, lacks ${lacks// /, }"
     record "$name" "\"not run: lacks ${lacks// /, }\"" 0
     return 0
   fi
-  [ "$limit" -le $((budget - SECONDS)) ] || limit=$((budget - SECONDS))
+  limit=$((budget - SECONDS - reserved))
   if [ "$limit" -le 0 ]; then
     echo "== $name: not run, the time is up"
     record "$name" '"not run: no time left"' 0
     return 0
   fi
-  echo "== $name (at most $limit s)"
+  echo "== $name (after $SECONDS s of $budget; at most $limit s)"
   echo "== $name" >> "$log"
-  timeout --kill-after=5 "$limit" "$@" 2>&1 | tee "$work/stage" >> "$log"
+  timeout --kill-after=5 "$limit" "$@" 2>&1 | tee -a "$log" | tee "$work/stage" | progress
   status=${PIPESTATUS[0]}
   grep '^{"stage"' "$work/stage" >> "$work/lines"
   grep -v '^{"stage"' "$work/stage" | tail -n 3 | cut -c 1-200
@@ -108,35 +128,61 @@ build() {
     cp "$build"/csrc/bindings/*.so python/vllm_lite/
 }
 
-sanitizer() { # a part of the op table, under compute-sanitizer
-  local tool
-  for tool in memcheck racecheck; do
-    compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q -p no:cacheprovider \
-      -k "cuda and not cuda_on_host and float16" tests/python/ops/test_op_table.py || return 1
-  done
+# run_tests <part, or ""> <path>...: the tests that need a device, or their twins on the host layer.
+# Some must have passed and none failed, whatever pytest's status is and a tool makes of it.
+run_tests() {
+  local part=$1 chosen=(-m cuda)
+  shift
+  if [ -n "$dry" ]; then
+    chosen=(-k "cuda_on_host${part:+ and ($part)}")
+  elif [ -n "$part" ]; then
+    chosen+=(-k "$part")
+  fi
+  # shellcheck disable=SC2086
+  $under "$python" -m pytest -q -p no:cacheprovider "${chosen[@]}" "$@" | tee "$work/tests"
+  [ "${PIPESTATUS[0]}" -eq 0 ] && grep -E '^[0-9]+ passed' "$work/tests" | grep -qv error
 }
-export -f build sanitizer
-export build dry python
 
-pytest=("$python" -m pytest -q -p no:cacheprovider)
+# Each kernel family under a tool of compute-sanitizer, which makes kernels 10 to 50 times slower:
+# attention of every head size, with and without Hopper's kernels, split, over float8; sampling;
+# caches; experts; norms, rotations and what else the op table has. initcheck is not among the
+# tools: the tests copy every tensor to the device whole, so that it has nothing to find.
+sanitized() { # <tool>
+  local ops=tests/python/ops
+  # torch tries calls that fail; those of the project's kernels are checked where they are launched.
+  under="compute-sanitizer --tool $1 --error-exitcode 9 --report-api-errors no"
+  [ -z "$dry" ] || under=
+  run_tests "bfloat16 or not (float16 or float32)" \
+    "$ops/test_op_table.py::test_matches_the_float64_reference" \
+    "$ops"/test_attention_cuda.py::test_{hopper_kernels_give_the_same_bits,fp8_cache} \
+    "$ops/test_attention_cuda.py::test_split_ranges_give_the_bits_of_whole_items" \
+    "$ops/test_sampling.py::test_the_choice_equals_the_reference" \
+    "$ops/test_sampling.py::test_penalties_by_hand_at_the_first_and_second_step" \
+    "$ops/test_sampling.py::test_logprobs_are_of_the_raw_logits" \
+    "$ops/test_kv_ops.py::test_fused_is_bit_equal_to_rope_and_store_in_a_float8_cache" \
+    "$ops/test_moe_ops.py::test_a_layer_of_experts_is_the_sum_over_its_experts"
+}
+export -f build run_tests sanitized
+export build dry python work under=
+
 engine="numpy torch msgspec zmq tokenizers jinja2 tqdm safetensors"
-if [ -n "$dry" ]; then
-  tests=("${pytest[@]}" -x -k cuda_on_host tests/python/ops)
-  engine_tests=("${pytest[@]}" tests/python/engine/test_cuda_on_host.py)
-else
-  tests=("${pytest[@]}" -k "cuda and not cuda_on_host" tests/python/ops)
-  engine_tests=("${pytest[@]}" -m cuda tests/python/engine/test_cuda.py)
-fi
+sanitizer="torch numpy pytest"
+[ -n "$dry" ] || sanitizer+=" compute-sanitizer"
+engine_tests=tests/python/engine/test_cuda.py
+[ -z "$dry" ] || engine_tests=tests/python/engine/test_cuda_on_host.py
 
-stage build 240 "torch pybind11" bash -c build
-stage tests 120 "torch numpy pytest" "${tests[@]}"
+stage build "torch pybind11" bash -c build
+stage tests "torch numpy pytest" bash -c 'run_tests "" tests/python/ops'
 # shellcheck disable=SC2086
 {
-  stage attention 75 "torch" "$python" bench/gpu/attention.py $dry
-  stage small_kernels 30 "torch" "$python" bench/gpu/small_kernels.py $dry
-  stage sampling 30 "torch" "$python" bench/gpu/sampling.py $dry
-  stage end_to_end 150 "$engine" "$python" bench/gpu/end_to_end.py $dry
+  stage attention "torch" "$python" bench/gpu/attention.py $dry
+  stage small_kernels "torch" "$python" bench/gpu/small_kernels.py $dry
+  stage sampling "torch" "$python" bench/gpu/sampling.py $dry
+  stage end_to_end "$engine" "$python" bench/gpu/end_to_end.py $dry
 }
-stage engine 60 "$engine pytest transformers" "${engine_tests[@]}"
-[ -n "$dry" ] || stage sanitizer 90 "torch numpy pytest" bash -c sanitizer
+for tool in memcheck racecheck; do
+  stage $tool "$sanitizer" bash -c "sanitized $tool"
+done
+stage engine "$engine pytest transformers" bash -c "run_tests '' $engine_tests"
+stage synccheck "$sanitizer" bash -c "sanitized synccheck"
 "$python" bench/gpu/summarise.py "$work/lines" "$result"

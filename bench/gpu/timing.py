@@ -8,6 +8,7 @@ import argparse
 import gc
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,20 @@ class Bench:
             times.append(begin.elapsed_time(end) * 1e-3)
         times = sorted(times[_WARM_UPS:])
         return times[len(times) // 2]
+
+    def wall_seconds(self, run: Callable[[], object], *, repeats: int = 10) -> float:
+        """Median time until all that ``run`` launches is done, host included; 1.0 in a dry run."""
+        run()
+        if self.dry_run:
+            return 1.0
+        times = []
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        return sorted(times)[len(times) // 2]
 
     def report(self, stage: str, name: str, seconds: float, **figures: Figure) -> None:
         """One JSON line, which ``gpu_check.sh`` collects. Figures that are None are left out."""

@@ -1,8 +1,18 @@
-"""Makes the helpers in this folder importable from every test. Fixtures that folders share."""
+"""Makes the helpers in this folder importable from every test. What holds for all folders."""
 
 from pathlib import Path
 
 import pytest
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what is marked ``cuda`` where there is no device."""
+    if item.get_closest_marker("cuda") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
 
 
 @pytest.fixture(scope="session")

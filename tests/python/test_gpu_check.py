@@ -1,7 +1,8 @@
-"""bench/gpu_check.sh on the host layer: its benchmarks run, and nothing looks like a figure."""
+"""bench/gpu_check.sh on the host layer: its stages run, and nothing looks like a figure."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,17 +14,20 @@ import torch
 from ops.on_host import BUILD
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "bench/gpu_check.sh"
 # What only a server or a development machine has.
 SERVER_PACKAGES = (
     "fastapi", "starlette", "uvicorn", "httptools", "prometheus_client", "pydantic",
     "pytest", "gguf", "hypothesis", "openai", "httpx", "psutil", "transformers",
 )  # fmt: skip
+NOT_ON_A_BARE_MACHINE = tuple(name for name in SERVER_PACKAGES if name != "pytest")
+BARE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 HIDE = """
 from importlib.machinery import PathFinder
 
 find = PathFinder.find_spec
-PathFinder.find_spec = staticmethod(
-    lambda name, *more: None if name.partition(".")[0] in {hidden} else find(name, *more)
+PathFinder.find_spec = classmethod(
+    lambda _, name, *more: None if name.partition(".")[0] in {hidden} else find(name, *more)
 )
 """
 
@@ -33,7 +37,8 @@ def gpu_check(
     *arguments: str,
     hidden: tuple[str, ...] = (),
     build: Path = BUILD,
-    budget: int = 100,
+    budget: int = 480,
+    **variables: str,
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, list[dict[str, Any]]]]:
     """(how it ended, its lines by stage), with an interpreter that cannot find some packages."""
     (directory / "sitecustomize.py").write_text(HIDE.format(hidden=hidden))
@@ -44,10 +49,11 @@ def gpu_check(
         "PYTHONPATH": str(directory),
         "VLLM_LITE_TEST_BUILD": str(build),
         "OMP_NUM_THREADS": "1",
+        **variables,
     }
     done = subprocess.run(
-        [ROOT / "bench/gpu_check.sh", *arguments],
-        env=environment, capture_output=True, text=True, timeout=120, check=False,
+        [SCRIPT, *arguments],
+        env=environment, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     stages: dict[str, list[dict[str, Any]]] = {}
     for path in (directory / "out").glob("*.json"):
@@ -68,7 +74,7 @@ def test_dry_run_goes_through_every_benchmark_and_prints_no_figure(tmp_path: Pat
     assert done.returncode == 0
     assert stages.keys() == {
         "run", "ceilings", "decode attention", "decode attention, float8 KV", "prefill attention",
-        "small kernels", "sampling", "end to end",
+        "small kernels", "swapped blocks", "sampling", "end to end",
     }  # fmt: skip
     for stage, lines in stages.items():
         for line in lines if stage != "run" else []:
@@ -97,6 +103,67 @@ def test_a_stage_that_fails_is_named(tmp_path: Path) -> None:
     done, stages = gpu_check(tmp_path, "--dry-run", "sampling", build=tmp_path)
     assert done.returncode == 1 and "failed: sampling" in done.stdout
     assert statuses(stages) == {"sampling": 1}
+
+
+def test_the_kernel_tests_of_the_sanitizers_run_and_none_at_all_is_a_failure(
+    tmp_path: Path,
+) -> None:
+    hidden = NOT_ON_A_BARE_MACHINE
+    done, stages = gpu_check(tmp_path, "--dry-run", "memcheck", hidden=hidden, **BARE)
+    assert done.returncode == 0 and statuses(stages) == {"memcheck": 0}, done.stdout
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None and int(passed[1]) > 100
+    nothing = {"PYTEST_ADDOPTS": "--deselect tests/python/ops"}
+    done, stages = gpu_check(tmp_path, "--dry-run", "racecheck", **nothing)
+    assert done.returncode == 1 and statuses(stages) == {"racecheck": 1}
+    nothing = {"PYTEST_ADDOPTS": "-p skips_all"}
+    (tmp_path / "skips_all.py").write_text(
+        "import pytest\ndef pytest_runtest_setup(item): pytest.skip()\n"
+    )
+    done, stages = gpu_check(tmp_path, "--dry-run", "tests", **nothing)
+    assert "skipped" in done.stdout and statuses(stages) == {"tests": 1}
+
+
+def marked_cuda(directory: Path, *paths: str, bare: bool) -> set[str]:
+    """The names of the tests that ``-m cuda`` chooses from the paths."""
+    hidden = NOT_ON_A_BARE_MACHINE if bare else ()
+    (directory / "sitecustomize.py").write_text(HIDE.format(hidden=hidden))
+    paths_of_modules = [directory, ROOT / "python", ROOT / "tests/python"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only",
+         "-m", "cuda", *paths],
+        env=os.environ
+        | (BARE if bare else {})
+        | {"PYTHONPATH": ":".join(map(str, paths_of_modules))},
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    return {line for line in done.stdout.splitlines() if "::" in line}
+
+
+def test_every_test_that_needs_a_device_is_chosen_on_a_bare_machine(tmp_path: Path) -> None:
+    script = SCRIPT.read_text()
+    paths = ("tests/python/ops", "tests/python/engine/test_cuda.py")
+    assert all(path in script for path in paths)
+    chosen = marked_cuda(tmp_path, *paths, bare=True)
+    assert chosen == marked_cuda(tmp_path, "tests/python", bare=False)
+    assert len(chosen) > 700
+
+
+def test_a_stage_cannot_take_the_time_of_those_after_it(tmp_path: Path) -> None:
+    shares = dict(re.findall(r"\[(\w+)\]=(\d+)", SCRIPT.read_text()))
+    assert sum(map(int, shares.values())) == 480
+    hangs = tmp_path / "python"
+    hangs.write_text(
+        f'#!/bin/sh\ncase "$1" in *attention.py) sleep 1000 ;; esac\nexec {sys.executable} "$@"\n'
+    )
+    hangs.chmod(0o755)
+    later = int(shares["small_kernels"])
+    names = ("attention", "small_kernels")
+    done, stages = gpu_check(tmp_path, "--dry-run", *names, budget=later + 3, PYTHON=str(hangs))
+    assert statuses(stages)["attention"] == 124
+    found = re.search(r"small_kernels \(after .*; at most (\d+) s\)", done.stdout)
+    assert found is not None and later - 2 <= int(found[1]) <= later, done.stdout
 
 
 def test_when_the_time_is_up_the_rest_is_not_run(tmp_path: Path) -> None:

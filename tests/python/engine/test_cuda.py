@@ -1,14 +1,10 @@
 """An engine on a GPU: what it answers is the CPU's answer, with graphs or without, alone or not."""
 
 import pytest
-import torch
 
 from vllm_lite import LLM, SamplingParams
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 
 PROMPTS = ["The quick", "def f(x):", "Größe", "lazy dog, and it is what they have said. " * 20]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)

@@ -17,9 +17,7 @@ from ops.on_host import OnHostOps, load_on_host
 from vllm_lite import ops
 
 CUDA_BACK_ENDS = ("cuda_on_host", "cuda")
-CUDA_PARAMS: list[Any] = ["cuda_on_host"]
-if torch.cuda.is_available():
-    CUDA_PARAMS.append(pytest.param("cuda", marks=pytest.mark.cuda))
+CUDA_PARAMS = ["cuda_on_host", pytest.param("cuda", marks=pytest.mark.cuda)]
 # With AMX all ops but linear use the kernels of the sets before it.
 CPU_PARAMS = [isa for isa in ops.cpu_isas() if isa != "amx"]
 PARAMS = [*CPU_PARAMS, *CUDA_PARAMS]

@@ -4,8 +4,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import gguf
-import numpy as np
 import torch
 
 from ops.op_table import FLOAT_DTYPES, OpCase, Result, normal, random_blocks
@@ -49,14 +47,19 @@ class Weight:
         return packed
 
 
-def _file_blocks(generator: torch.Generator, format: str, rows: int, columns: int) -> np.ndarray:
+def _block_weight(generator: torch.Generator, format: str, rows: int, columns: int) -> Weight:
     """Quantised normal numbers where gguf can, otherwise random bytes with small scales."""
+    import gguf  # CPU tests alone need it
+
     kind = gguf.GGMLQuantizationType[format]
     if format in ("Q4_0", "Q4_1", "Q8_0"):
-        return gguf.quantize(normal(generator, torch.float32, rows, columns).numpy(), kind)
-    block_columns, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    blocks = random_blocks(generator, format, rows * columns // block_columns)
-    return blocks.reshape(rows, columns // block_columns * block_bytes)
+        blocks = gguf.quantize(normal(generator, torch.float32, rows, columns).numpy(), kind)
+    else:
+        block_columns, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        blocks = random_blocks(generator, format, rows * columns // block_columns)
+        blocks = blocks.reshape(rows, columns // block_columns * block_bytes)
+    values = torch.from_numpy(gguf.dequantize(blocks, kind)).double()
+    return Weight(format, torch.from_numpy(blocks), None, values)
 
 
 def make_weight(generator: torch.Generator, format: str, rows: int, columns: int) -> Weight:
@@ -67,9 +70,7 @@ def make_weight(generator: torch.Generator, format: str, rows: int, columns: int
         source = torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
         scales = torch.rand(rows, generator=generator) * 0.01 + 1e-4
         return Weight(format, source, scales, source.double() * scales[:, None].double())
-    blocks = _file_blocks(generator, format, rows, columns)
-    values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[format])
-    return Weight(format, torch.from_numpy(blocks), None, torch.from_numpy(values).double())
+    return _block_weight(generator, format, rows, columns)
 
 
 def sum_tolerance(weight: Weight, x: torch.Tensor) -> float:

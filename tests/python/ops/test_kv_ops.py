@@ -160,7 +160,6 @@ def test_swap_blocks_refuses_arenas_that_differ_or_are_one(back_end: str) -> Non
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_swap_blocks_to_pinned_host_memory_and_back() -> None:
     device = torch.randn(3, 9, 2, 2, 8, 64, device="cuda")
     host = torch.zeros(3, 20, 2, 2, 8, 64, pin_memory=True)
