@@ -21,7 +21,7 @@ if [ "${1:-}" = --dry-run ]; then
   shift
 fi
 # Seconds that no earlier stage can take from each: one may run for its own, for what the stages
-# before it left, and no longer. On 16 cores the build takes a quarter of its share.
+# before it left, and no longer. The build's is half of all, which 16 cores should not need.
 declare -A share=(
   [build]=240 [tests]=35 [attention]=40 [small_kernels]=15 [sampling]=10 [end_to_end]=55
   [memcheck]=28 [racecheck]=28 [engine]=17 [synccheck]=12

@@ -205,22 +205,22 @@ __global__ void __launch_bounds__(kThreads)
   const int first = static_cast<int>(chunk % chunks_per_token) * kSize, count = p.size - first;
   const int32_t* rows = p.rows + token * p.k;
   const float* weights = p.weights + token * p.k;
-  float sums[kSize] = {};
+  Chunk<float, kSize> sums = {};
 #pragma unroll 4
   for (int choice = 0; choice < p.k; ++choice) {
     const int64_t row = rows[choice];
     const bool exists = row >= 0 && row < p.num_rows;
     const T* from = static_cast<const T*>(p.expert_rows) + row * p.expert_rows_stride + first;
-    const Chunk<T> values = load_chunk<kAligned>(from, exists ? count : 0);
+    const auto values = to_floats(load_chunk<kAligned>(from, exists ? count : 0));
     // A row that is left out has no weight either: NaN times 0 is NaN.
     const float weight = exists ? weights[choice] : 0.0f;
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) sums[i] = fmaf(weight, to_float(values.values[i]), sums[i]);
+    for (int i = 0; i < kSize; ++i) {
+      sums.values[i] = fmaf(weight, values.values[i], sums.values[i]);
+    }
   }
-  Chunk<T> result;
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) result.values[i] = from_float<T>(sums[i]);
-  store_chunk<kAligned>(static_cast<T*>(p.out) + token * p.out_stride + first, result, count);
+  store_chunk<kAligned>(static_cast<T*>(p.out) + token * p.out_stride + first, from_floats<T>(sums),
+                        count);
 }
 
 template <typename Unit>

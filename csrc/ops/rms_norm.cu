@@ -14,8 +14,8 @@ using namespace device;
 constexpr int kMaxThreads = 1024;
 constexpr int kLongRowThreads = 512;
 constexpr int kChunksPerThread = 2;
-// Rows as short as a head share a block.
-constexpr int kHeadLanes = 16;
+// Rows as short as a head share a block: as few lanes to each as can hold it, since what a thread
+// does besides moving chunks is the same for one chunk and for two.
 constexpr int kHeadThreads = 128;
 
 // The sum over the threads of a row, the same bits in each: kLanes lanes of a warp or, where kLanes
@@ -43,33 +43,31 @@ __device__ __forceinline__ float sum_over_row(float sum) {
 
 template <typename T>
 __device__ __forceinline__ float sum_of_squares(const Chunk<T>& x) {
+  const auto values = to_floats(x);
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < Chunk<T>::kSize; ++i) {
-    const float value = to_float(x.values[i]);
-    sum = fmaf(value, value, sum);
-  }
+  for (int i = 0; i < Chunk<T>::kSize; ++i) sum = fmaf(values.values[i], values.values[i], sum);
   return sum;
 }
 
 template <typename T>
 __device__ __forceinline__ Chunk<T> add(const Chunk<T>& a, const Chunk<T>& b) {
-  Chunk<T> sum;
+  auto sum = to_floats(a);
+  const auto more = to_floats(b);
 #pragma unroll
-  for (int i = 0; i < Chunk<T>::kSize; ++i) {
-    sum.values[i] = from_float<T>(to_float(a.values[i]) + to_float(b.values[i]));
-  }
-  return sum;
+  for (int i = 0; i < Chunk<T>::kSize; ++i) sum.values[i] += more.values[i];
+  return from_floats<T>(sum);
 }
 
 template <typename T>
 __device__ __forceinline__ Chunk<T> scale(const Chunk<T>& x, const Chunk<T>& weight, float factor) {
-  Chunk<T> scaled;
+  auto scaled = to_floats(x);
+  const auto weights = to_floats(weight);
 #pragma unroll
   for (int i = 0; i < Chunk<T>::kSize; ++i) {
-    scaled.values[i] = from_float<T>(to_float(x.values[i]) * factor * to_float(weight.values[i]));
+    scaled.values[i] = scaled.values[i] * factor * weights.values[i];
   }
-  return scaled;
+  return from_floats<T>(scaled);
 }
 
 // A row belongs to kLanes lanes or, where kLanes is 0, to a block. A thread holds kChunks chunks;
@@ -161,10 +159,15 @@ template <typename T, bool kAligned>
 void launch(const RmsNormParams& p) {
   const uint32_t rows = static_cast<uint32_t>(p.num_outer * p.num_inner);
   const int64_t chunks = num_chunks<T>(p.size);
-  if (chunks <= kHeadLanes * kChunksPerThread) {
-    constexpr uint32_t kRows = kHeadThreads / kHeadLanes;
-    VL_LAUNCH((rms_norm_kernel<T, kAligned, kHeadLanes, kChunksPerThread>),
+  const auto launch_heads = [&](auto lanes) {
+    constexpr uint32_t kRows = kHeadThreads / lanes.value;
+    VL_LAUNCH((rms_norm_kernel<T, kAligned, lanes.value, kChunksPerThread>),
               (rows + kRows - 1) / kRows, kHeadThreads, 0, p.stream, p);
+  };
+  if (chunks <= 8 * kChunksPerThread) {
+    launch_heads(std::integral_constant<int, 8>());
+  } else if (chunks <= 16 * kChunksPerThread) {
+    launch_heads(std::integral_constant<int, 16>());
   } else if (chunks <= kMaxThreads * kChunksPerThread) {
     constexpr int kPerWarp = 32 * kChunksPerThread;
     const uint32_t threads = static_cast<uint32_t>((chunks + kPerWarp - 1) / kPerWarp * 32);

@@ -17,18 +17,21 @@ template <bool kAligned, typename T>
 __device__ __forceinline__ void rotate(Chunk<T>& first, Chunk<T>& second, const float* cosines,
                                        const float* sines, bool has_position, int count) {
   constexpr int kAngles = Chunk<float>::kSize;
+  auto a = to_floats(first), b = to_floats(second);
 #pragma unroll
   for (int begin = 0; begin < Chunk<T>::kSize; begin += kAngles) {
     const Chunk<float> c = load_chunk<kAligned>(cosines + begin, has_position ? count - begin : 0);
     const Chunk<float> s = load_chunk<kAligned>(sines + begin, has_position ? count - begin : 0);
 #pragma unroll
     for (int i = 0; i < kAngles; ++i) {
-      const float a = to_float(first.values[begin + i]), b = to_float(second.values[begin + i]);
+      const float x = a.values[begin + i], y = b.values[begin + i];
       const float cosine = has_position ? c.values[i] : NAN, sine = s.values[i];
-      first.values[begin + i] = from_float<T>(fmaf(a, cosine, -(b * sine)));
-      second.values[begin + i] = from_float<T>(fmaf(b, cosine, a * sine));
+      a.values[begin + i] = fmaf(x, cosine, -(y * sine));
+      b.values[begin + i] = fmaf(y, cosine, x * sine);
     }
   }
+  first = from_floats<T>(a);
+  second = from_floats<T>(b);
 }
 
 // kStore: keys and values go into the cache. Else keys are rotated in place.
