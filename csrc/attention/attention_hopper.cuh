@@ -179,6 +179,23 @@ __device__ __forceinline__ void consume_pass(const TileRing<SwizzledLayout<T, kH
   }
 }
 
+// function(view, pass, span) for each 128 rows of the block's items; span: the keys that they see.
+template <typename Function>
+__device__ __forceinline__ void for_each_pass(const KernelArgs& args, const Function& function) {
+  const int num_heads = args.params.num_kv_heads;
+  const PlanHeader header = plan_header(args);
+  const int count = header.num_prefill_items * num_heads;
+  for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
+    const ItemView view(args, plan_item(args, header.num_decode_items + i / num_heads),
+                        i % num_heads);
+    for (int pass = view.item.row_begin; pass < view.row_end(); pass += kPrefillRows) {
+      KeySpan span(args, view, pass, min(pass + kPrefillRows, view.row_end()));
+      span.clip(view.item);
+      function(view, pass, span);
+    }
+  }
+}
+
 // Neither soft cap nor ALiBi; KV of the query's type.
 template <typename T, int kHeadSize>
 __global__ void __launch_bounds__(kHopperThreads, 1)
@@ -199,7 +216,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     device::keep_registers<kProducerRegisters>();
     if (warp_index > kConsumerWarps) return;
     TileProducer<Layout> producer{ring, static_cast<const unsigned char*>(args.params.kv_cache), 0};
-    for_each_pass<kPrefillRows>(args, [&](const ItemView& view, int, const KeySpan& span) {
+    for_each_pass(args, [&](const ItemView& view, int, const KeySpan& span) {
       producer.fill_pass(args, view, span);
     });
     producer.finish();
@@ -209,7 +226,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   unsigned char* const warp_shared =
       shared + Shared::kRows + warp_index * Shared::Rows::kSharedBytes;
   uint32_t step = 0;
-  for_each_pass<kPrefillRows>(args, [&](const ItemView& view, int pass, const KeySpan& span) {
+  for_each_pass(args, [&](const ItemView& view, int pass, const KeySpan& span) {
     consume_pass<T, kHeadSize>(ring, step, args, view, pass, warp_index, span, warp_shared);
     step += 2 * (span.tile_end() - span.tile_begin());
   });

@@ -130,24 +130,6 @@ struct KeySpan {
   }
 };
 
-// function(view, pass, span) for each kRows rows of the block's prefill items, from row `pass` on;
-// span: the keys that they see.
-template <int kRows, typename Function>
-__device__ __forceinline__ void for_each_pass(const KernelArgs& args, const Function& function) {
-  const int num_heads = args.params.num_kv_heads;
-  const PlanHeader header = plan_header(args);
-  const int count = header.num_prefill_items * num_heads;
-  for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
-    const ItemView view(args, plan_item(args, header.num_decode_items + i / num_heads),
-                        i % num_heads);
-    for (int pass = view.item.row_begin; pass < view.row_end(); pass += kRows) {
-      KeySpan span(args, view, pass, min(pass + kRows, view.row_end()));
-      span.clip(view.item);
-      function(view, pass, span);
-    }
-  }
-}
-
 // From positions to rows of the cache, seen as [num_blocks * 2 * num_kv_heads * block_size,
 // head_size]; a value's row is value_rows after its key's. In two steps, so that the table entry
 // can be on its way while other things are done.

@@ -36,68 +36,78 @@ __global__ void __launch_bounds__(32 * kPrefillWarps<kHeadSize>)
   // Whether a key of the pass has no place in the cache.
   int* const found_none = reinterpret_cast<int*>(
       shared + slots * Layout::kBytes + kWarps * WarpRows<T, Kv, kHeadSize, kPlain>::kSharedBytes);
-  const auto attend = [&](const ItemView& view, int pass, const KeySpan& block_span) {
-    __syncthreads();  // the previous pass has been read
-    if (threadIdx.x == 0) *found_none = 0;
-    __syncthreads();
-    const int first_row = pass + warp_index * kDecodeRows;
-    write_unseen<T, kHeadSize>(args, view, first_row, block_span);
-    WarpItem<T, Kv, kHeadSize, kPlain> warp(args, view, first_row, warp_shared);
-    KeyFinder finder(args, view, block_span);
-    const int first_tile = block_span.tile_begin();
-    const int num_steps = 2 * (block_span.tile_end() - first_tile);
+  // The Hopper kernel's for_each_pass() written out: as its function this would spill 88 bytes more
+  // at head size 256.
+  const int num_heads = args.params.num_kv_heads;
+  const PlanHeader header = plan_header(args);
+  const int count = header.num_prefill_items * num_heads;
+  for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
+    const ItemView view(args, plan_item(args, header.num_decode_items + i / num_heads),
+                        i % num_heads);
+    for (int pass = view.item.row_begin; pass < view.row_end(); pass += kWarps * kDecodeRows) {
+      __syncthreads();  // the previous pass has been read
+      if (threadIdx.x == 0) *found_none = 0;
+      __syncthreads();
+      KeySpan block_span(args, view, pass, min(pass + kWarps * kDecodeRows, view.row_end()));
+      block_span.clip(view.item);
+      const int first_row = pass + warp_index * kDecodeRows;
+      write_unseen<T, kHeadSize>(args, view, first_row, block_span);
+      WarpItem<T, Kv, kHeadSize, kPlain> warp(args, view, first_row, warp_shared);
+      KeyFinder finder(args, view, block_span);
+      const int first_tile = block_span.tile_begin();
+      const int num_steps = 2 * (block_span.tile_end() - first_tile);
 
-    // This lane's key of the tile that is asked for, and the table entry of the one after.
-    const int lane_key = warp_index * kWarpKeys + lane_index() % kWarpKeys;
-    uint32_t row = kNoRow;
-    int entry = finder.table_entry(first_tile * kTileTokens + lane_key);
-    const auto ask_for = [&](int step) {  // even: the keys of a tile, odd: its values
-      if (step < num_steps) {
-        if (step % 2 == 0) {
-          row = finder.key_row(entry, (first_tile + step / 2) * kTileTokens + lane_key);
-          if (finder.found_none) atomicExch(found_none, 1);
-          entry = finder.table_entry((first_tile + step / 2 + 1) * kTileTokens + lane_key);
+      // This lane's key of the tile that is asked for, and the table entry of the one after.
+      const int lane_key = warp_index * kWarpKeys + lane_index() % kWarpKeys;
+      uint32_t row = kNoRow;
+      int entry = finder.table_entry(first_tile * kTileTokens + lane_key);
+      const auto ask_for = [&](int step) {  // even: the keys of a tile, odd: its values
+        if (step < num_steps) {
+          if (step % 2 == 0) {
+            row = finder.key_row(entry, (first_tile + step / 2) * kTileTokens + lane_key);
+            if (finder.found_none) atomicExch(found_none, 1);
+            entry = finder.table_entry((first_tile + step / 2 + 1) * kTileTokens + lane_key);
+          }
+          copy_rows<Layout, kWarpKeys>(shared + (step & (slots - 1)) * Layout::kBytes,
+                                       warp_index * kWarpKeys, cache,
+                                       step % 2 == 0 ? row : finder.value_row(row));
         }
-        copy_rows<Layout, kWarpKeys>(shared + (step & (slots - 1)) * Layout::kBytes,
-                                     warp_index * kWarpKeys, cache,
-                                     step % 2 == 0 ? row : finder.value_row(row));
-      }
-      device::commit_copies();
-    };
-    const auto wait_for = [&](int step) {
-      if (slots == 2) {
-        device::wait_copies<0>();
-      } else {
-        device::wait_copies<2>();
-      }
-      __syncthreads();  // the tile is there, and the one before it has been read
-      ask_for(step + slots - 1);
-      return shared + (step & (slots - 1)) * Layout::kBytes;
-    };
-    for (int step = 0; step < slots - 1; ++step) ask_for(step);
-    for (int step = 0; step < num_steps; step += 2) {
-      const int tile = first_tile + step / 2, start = tile * kTileTokens;
-      const bool sees_tile = warp.span.meets(tile), is_masked = warp.is_masked(start);
-      const unsigned char* keys = wait_for(step);
-      if (sees_tile) {
-        warp.rows.template score<0>(keys);
-        warp.rows.template score<1>(keys);
-        warp.rows.softmax(start, is_masked);
-        warp.rows.take_weights();
-      }
-      const unsigned char* values = wait_for(step + 1);
-      if (sees_tile) {
-        warp.rows.template add_values<0>(values, start, is_masked);
-        warp.rows.template add_values<1>(values, start, is_masked);
-      }
-      const bool is_last = step + 2 == num_steps;
-      if (is_last || (tile + 1) % kRangeTiles == 0) {
-        const int any = lane_index() == 0 ? atomicOr(found_none, 0) : 0;
-        warp.finish_range(tile / kRangeTiles, is_last, __shfl_sync(kWholeWarp, any, 0) != 0);
+        device::commit_copies();
+      };
+      const auto wait_for = [&](int step) {
+        if (slots == 2) {
+          device::wait_copies<0>();
+        } else {
+          device::wait_copies<2>();
+        }
+        __syncthreads();  // the tile is there, and the one before it has been read
+        ask_for(step + slots - 1);
+        return shared + (step & (slots - 1)) * Layout::kBytes;
+      };
+      for (int step = 0; step < slots - 1; ++step) ask_for(step);
+      for (int step = 0; step < num_steps; step += 2) {
+        const int tile = first_tile + step / 2, start = tile * kTileTokens;
+        const bool sees_tile = warp.span.meets(tile), is_masked = warp.is_masked(start);
+        const unsigned char* keys = wait_for(step);
+        if (sees_tile) {
+          warp.rows.template score<0>(keys);
+          warp.rows.template score<1>(keys);
+          warp.rows.softmax(start, is_masked);
+          warp.rows.take_weights();
+        }
+        const unsigned char* values = wait_for(step + 1);
+        if (sees_tile) {
+          warp.rows.template add_values<0>(values, start, is_masked);
+          warp.rows.template add_values<1>(values, start, is_masked);
+        }
+        const bool is_last = step + 2 == num_steps;
+        if (is_last || (tile + 1) % kRangeTiles == 0) {
+          const int any = lane_index() == 0 ? atomicOr(found_none, 0) : 0;
+          warp.finish_range(tile / kRangeTiles, is_last, __shfl_sync(kWholeWarp, any, 0) != 0);
+        }
       }
     }
-  };
-  for_each_pass<kWarps * kDecodeRows>(args, attend);
+  }
 }
 
 template <typename T, typename Kv, int kHeadSize, bool kPlain>

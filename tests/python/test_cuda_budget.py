@@ -27,7 +27,8 @@ from pathlib import Path
 class Build:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        found = sorted(Path(sys.argv[1]).glob(name.rpartition(".")[2] + ".*so"))
+        package, _, module = name.rpartition(".")
+        found = list(Path(sys.argv[1]).glob(module + ".*so")) if package == "vllm_lite" else []
         return spec_from_file_location(name, found[0]) if found else None
 
 sys.meta_path.insert(0, Build)
