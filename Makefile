@@ -16,7 +16,10 @@ STAMPS := $(VENV)/.stamps
 # What the installed extension is built from.
 NATIVE := $(shell find csrc cmake CMakeLists.txt pyproject.toml -type f)
 
-.PHONY: help serve install test lint format bench-cpp clean system-tools
+# What a wheel for GPUs is compiled for. A GPU newer than all of them translates the last one's PTX.
+CUDA_ARCHITECTURES := 80-real;86-real;89-real;90a-real;100-real;120
+
+.PHONY: help serve install test lint format bench-cpp wheel clean system-tools
 
 help:
 	@echo "make serve      start the server (PORT=$(PORT) MODEL=$(MODEL) ARGS='$(ARGS)')"
@@ -24,6 +27,7 @@ help:
 	@echo "make lint       clang-format, ruff, mypy"
 	@echo "make format     rewrite the sources in the project's format"
 	@echo "make bench-cpp  C++ micro-benchmarks -> build/bench/*.json"
+	@echo "make wheel      a release for GPUs -> dist (needs nvcc; tens of minutes)"
 	@echo "make clean      remove what was built"
 
 serve: $(STAMPS)/installed $(STAMPS)/demo
@@ -52,6 +56,11 @@ bench-cpp: $(STAMPS)/installed $(BUILD)/.built
 	@mkdir -p build/bench
 	$(BUILD)/bench/cpp/scheduler_bench --benchmark_out=build/bench/scheduler.json --benchmark_out_format=json
 	$(BUILD)/bench/cpp/block_pool_bench --benchmark_out=build/bench/block_pool.json --benchmark_out_format=json
+
+# In a build folder of its own: the editable install's would keep the CUDA kernels.
+wheel: $(STAMPS)/packages
+	CUDAARCHS="$(CUDA_ARCHITECTURES)" $(PIP) wheel -q . -w dist --no-build-isolation --no-deps \
+	  -C build-dir=build/wheel -C cmake.define.VLLM_LITE_CUDA=ON
 
 # --- set-up; each step leaves a stamp, so that a second run does nothing ---------------------------------
 

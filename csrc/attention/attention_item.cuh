@@ -14,7 +14,7 @@ struct KernelArgs {
   ScoreFactors factors;
   float value_factor;  // of the sums
   int group;
-  int block_shift;  // log2 of block_size, or -1
+  int block_shift;  // log2 of block_size
   int ring_slots;   // of the prefill kernel: 2 or 4
 };
 
@@ -152,12 +152,9 @@ struct KeyFinder {
         value_rows(static_cast<uint32_t>(args.params.num_kv_heads) * args.params.block_size),
         found_none(false) {}
 
-  __device__ __forceinline__ int block_index(int position) const {
-    return block_shift >= 0 ? position >> block_shift : position / params.block_size;
-  }
   __device__ __forceinline__ int table_entry(int position) const {
     if (position < span.begin || position >= span.end || block_table == nullptr) return -1;
-    const int index = block_index(position);
+    const int index = position >> block_shift;
     return index < params.block_table_stride ? __ldg(block_table + index) : -1;
   }
   __device__ __forceinline__ uint32_t key_row(int entry, int position) {
@@ -166,7 +163,8 @@ struct KeyFinder {
       found_none = true;
       return kNoRow;
     }
-    const int offset = position - block_index(position) * params.block_size;
+    // A mask would take a register more.
+    const int offset = position - (position >> block_shift) * params.block_size;
     return static_cast<uint32_t>(entry) * (2 * value_rows) + head_row + offset;
   }
   __device__ __forceinline__ uint32_t value_row(uint32_t key) const {

@@ -36,6 +36,8 @@ __global__ void __launch_bounds__(32 * kPrefillWarps<kHeadSize>)
   // Whether a key of the pass has no place in the cache.
   int* const found_none = reinterpret_cast<int*>(
       shared + slots * Layout::kBytes + kWarps * WarpRows<T, Kv, kHeadSize, kPlain>::kSharedBytes);
+  // The Hopper kernel's for_each_pass() written out: as its function this would spill 88 bytes more
+  // at head size 256.
   const int num_heads = args.params.num_kv_heads;
   const PlanHeader header = plan_header(args);
   const int count = header.num_prefill_items * num_heads;

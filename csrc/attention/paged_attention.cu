@@ -110,8 +110,10 @@ void check_params(const PagedAttentionParams& params) {
   VL_CHECK(params.workspace != nullptr && params.workspace_size >= workspace,
            "paged_attention: workspace has " + std::to_string(params.workspace_size) +
                " elements; CUDA needs attention_workspace_size(), " + std::to_string(workspace));
-  VL_CHECK(params.block_size >= 1 &&
-               params.num_blocks * 2 * params.num_kv_heads * params.block_size < kNoRow,
+  VL_CHECK(is_block_size(params.block_size), "paged_attention: block_size is " +
+                                                 std::to_string(params.block_size) +
+                                                 "; it must be a power of two from 16 to 256");
+  VL_CHECK(params.num_blocks * 2 * params.num_kv_heads * params.block_size < kNoRow,
            "paged_attention: kv_cache has more than 2^32 - 2 rows");
   VL_CHECK(reinterpret_cast<uintptr_t>(params.kv_cache) % 16 == 0,
            "paged_attention: kv_cache must be 16-byte aligned");
@@ -132,8 +134,7 @@ void paged_attention_cuda(const PagedAttentionParams& params) {
   args.factors = score_factors(args.params);
   args.value_factor = args.params.v_scale;
   args.group = params.num_heads / params.num_kv_heads;
-  const bool power_of_two = (params.block_size & (params.block_size - 1)) == 0;
-  args.block_shift = power_of_two ? __builtin_ctz(params.block_size) : -1;
+  args.block_shift = __builtin_ctz(params.block_size);
   if (params.dtype == DType::kBFloat16) {
     launch<BFloat16>(args);
   } else {

@@ -112,12 +112,14 @@ void merge(const AttentionCall& call) {
 
 }  // namespace
 
+static_assert(is_block_size(kStripTokens));  // so that a block of any size has whole strips
+
 void paged_attention_cpu(const PagedAttentionParams& params) {
   VL_CHECK(params.kv_dtype == KvDType::kAsQuery,
            "paged_attention: an FP8 kv_cache has no CPU kernel");
-  VL_CHECK(has_cpu_kv_layout(params.block_size, params.head_size),
-           "paged_attention: on CPU block_size must be a multiple of " +
-               std::to_string(kStripTokens) + ", not " + std::to_string(params.block_size));
+  VL_CHECK(is_block_size(params.block_size), "paged_attention: block_size is " +
+                                                 std::to_string(params.block_size) +
+                                                 "; it must be a power of two from 16 to 256");
   check_indices(params);
   // Reused from call to call, so that a steady state allocates nothing.
   static thread_local AttentionItems plan_of_thread;

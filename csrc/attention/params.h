@@ -7,6 +7,12 @@
 
 namespace vllm_lite {
 
+// The sizes of a block of the cache, in tokens: powers of two from 16 to 256. Tiles and ranges of
+// the kernels do not depend on it.
+constexpr bool is_block_size(int64_t tokens) {
+  return tokens >= 16 && tokens <= 256 && (tokens & (tokens - 1)) == 0;
+}
+
 // What the KV cache holds: the dtype of the query, or FP8 (E4M3) times k_scale and v_scale.
 enum class KvDType : int32_t { kAsQuery, kFloat8E4M3 };
 
@@ -46,7 +52,7 @@ struct PagedAttentionParams {
   int32_t num_heads;
   int32_t num_kv_heads;
   int32_t head_size;   // 64, 80, 96, 128 or 256
-  int32_t block_size;  // CPU: a multiple of kStripTokens
+  int32_t block_size;  // as is_block_size()
   float scale;
   int32_t sliding_window;  // 0: none
   float soft_cap;          // 0: none

@@ -32,7 +32,6 @@ void paged_attention(Tensor out, Tensor query, Tensor kv_cache, Tensor block_tab
   const int64_t num_heads = query.size(1), num_kv_heads = kv_cache.size(2),
                 head_size = query.size(2);
   check(kv_cache.size(4) == head_size, kOp, "kv_cache and query differ in head_size");
-  check(kv_cache.size(3) > 0, kOp, "the block_size of kv_cache must be at least 1");
   check(sliding_window >= 0, kOp, "sliding_window must be positive, or 0 for none");
   check(num_kv_heads > 0 && num_heads % num_kv_heads == 0, kOp,
         "num_heads must be a multiple of num_kv_heads");

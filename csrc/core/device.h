@@ -120,7 +120,15 @@ __device__ __forceinline__ float to_float(Float16 x) {
   return __half2float(__ushort_as_half(x.bits));
 }
 __device__ __forceinline__ float to_float(Float8E4M3 x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.bits, __NV_E4M3)));
+#else
+  // There is no instruction, and the toolkit's own code branches: so, as on the host, exponent and
+  // fraction are put where float32 has them, and the product makes up for the other bias.
+  const uint32_t sign = (x.bits & 0x80u) << 24, magnitude = x.bits & 0x7fu;
+  const float scaled = __uint_as_float(magnitude << 20) * 0x1p120f;
+  return __uint_as_float(magnitude == 0x7fu ? 0x7fffffffu : sign | __float_as_uint(scaled));
+#endif
 }
 
 // To the nearest, ties to even. Float8E4M3 saturates at 448.

@@ -67,7 +67,7 @@ std::vector<NewRow> PlanView::new_rows() const {
     NewRow& row = rows.emplace_back();
     row.row = records.take(1)[0];
     RowState state;
-    std::memcpy(&state, records.take(kRowStateWords).data(), sizeof(state));
+    std::memcpy(static_cast<void*>(&state), records.take(kRowStateWords).data(), sizeof(state));
     row.sampling.row = state.sampling;
     const auto take_ids = [&lists](int32_t count) {
       const auto ids = lists.take(count);

@@ -104,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpu-memory-utilization", "share of the GPU's memory to use", type=float,
         metavar="SHARE")  # fmt: skip
     add("--enforce-eager", "no CUDA graphs", action="store_true")
-    add("--block-size", "tokens in a KV block", type=int, metavar="TOKENS")
+    add("--block-size", "tokens in a KV block: a power of two from 16 to 256", type=int,
+        metavar="TOKENS")  # fmt: skip
     add("--no-prefix-caching", "do not share the KV of equal prompt beginnings",
         dest="enable_prefix_caching", action="store_false", default=True)  # fmt: skip
     add("--scheduling-policy", "order of requests", choices=["fcfs", "priority"])

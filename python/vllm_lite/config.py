@@ -19,22 +19,20 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 # used.
 DEFAULT_KV_CACHE_MEMORY = 1 << 30
 
-# The CPU's kernels store keys in vectors of so many tokens (csrc/core/kv_layout_cpu.h).
-CPU_BLOCK_TOKENS = 16
-
 _NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second under WSL
 
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 _LONGEST_STEP = 1e9
-_MOST = {"kv_cache_memory": _INT64_MAX, "max_num_seqs": 65536}  # others: _INT32_MAX
+# Others: _INT32_MAX.
+_MOST = {"kv_cache_memory": _INT64_MAX, "max_num_seqs": 65536, "block_size": 256}
 _LEAST = {
     "max_model_len": 1,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
     "max_num_waiting": 1,
     "max_chunk_tokens": 0,
-    "block_size": 1,
+    "block_size": 16,
     "kv_cache_memory": 1,
     "num_threads": 1,
 }
@@ -64,7 +62,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_num_batched_tokens: int = 2048
     max_num_waiting: int = 4096  # sequences in the waiting queue; more are refused with 429
     max_chunk_tokens: int = 0  # tokens of one sequence in one step; 0: only the budget limits it
-    block_size: int = 16  # tokens in a KV block: a power of two, on the CPU at least 16
+    block_size: int = 16  # tokens in a KV block: a power of two from 16 to 256
     # Bytes; None: DEFAULT_KV_CACHE_MEMORY on the CPU, what the worker finds free on a GPU.
     kv_cache_memory: int | None = None
     kv_cache_dtype: KvCacheDTypeName = "auto"  # auto: the dtype; fp8: float8_e4m3fn, on CUDA alone
@@ -151,11 +149,6 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"kv_cache_dtype {self.kv_cache_dtype} is not supported on the CPU: use "
                 "--kv-cache-dtype auto, or --device cuda"
-            )
-        if device == "cpu" and self.block_size % CPU_BLOCK_TOKENS:
-            raise ValueError(
-                f"block_size {self.block_size} is not supported on the CPU: use a multiple of "
-                f"{CPU_BLOCK_TOKENS}, or --device cuda"
             )
         block_bytes = (
             2 * model.num_layers * model.num_kv_heads * self.block_size * model.head_size

@@ -54,8 +54,9 @@ def paged_attention(
     """Causal attention of any mix of prefills, chunks and decodes over a paged KV cache.
 
     out, query: ``[num_tokens, num_heads, head_size]`` (rows may be strided);
-    kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_size]``, written by ``store_kv``: on
-    the CPU block_size is a multiple of 16, and keys stand as in ``csrc/core/kv_layout_cpu.h``;
+    kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_size]``, written by ``store_kv``;
+    block_size is a power of two from 16 to 256; on the CPU keys stand as in
+    ``csrc/core/kv_layout_cpu.h``;
     block_tables: int32 ``[max_rows, max_blocks]``; rows, seq_lens: int32 ``[num_seqs]``;
     query_start: int32 ``[num_seqs + 1]``; alibi_slopes: float32 ``[num_heads]``.
 

@@ -33,7 +33,7 @@ struct Step {
   Step(Random& random, int32_t size_of_head) : head_size(size_of_head) {
     num_kv_heads = random.integer(1, 2);
     group = random.integer(1, 5);
-    block_size = 8 << random.integer(0, 2);
+    block_size = 16 << random.integer(0, 4);
     window = random.integer(0, 2) == 0 ? random.integer(1, 300) : 0;
     num_multiprocessors = random.integer(1, 8);
     const int32_t num_seqs = random.integer(1, 3);

@@ -319,6 +319,8 @@ def test_parameters_that_fit_no_engine(options: dict[str, object], message: str)
         ({"max_num_seqs": "8"}, "max_num_seqs must be an integer.*'8'"),
         ({"num_threads": True}, "num_threads must be an integer"),
         ({"block_size": 24}, "block_size must be a power of two, got 24"),
+        ({"block_size": 8}, "block_size must be an integer from 16 to 256, got 8"),
+        ({"block_size": 512}, "block_size must be an integer from 16 to 256, got 512"),
         ({"dtype": "float8"}, "dtype must be one of .*float8"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be one of auto, fp8, got 'int8'"),
         (
