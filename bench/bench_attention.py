@@ -6,6 +6,7 @@ The KV of a prefix that sequences share is read once for up to 72 rows (attentio
 is given in the bytes that they would read each on its own.
 
     python bench/bench_attention.py [--isa avx2] [--threads 1] [--heads 32 --kv-heads 8 ...]
+                                    [--kv-cache-dtype int8]
 """
 
 import argparse
@@ -15,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_lite import ops
-from vllm_lite.layers.memory import map_memory
+from vllm_lite.config import kv_row_size
 
 BLOCK_SIZE = 16
 # (sequences, tokens, tokens of a common prefix)
@@ -56,12 +57,18 @@ class Case:
         self, args: argparse.Namespace, batch: int, context: int, num_query: int, shared: int = 0
     ) -> None:
         dtype = getattr(torch, args.dtype)
+        kv_name = args.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+        kv_dtype = getattr(torch, kv_name)
+        row_size = kv_row_size(args.head_size, kv_name)
         blocks_each = -(-context // BLOCK_SIZE)
-        shape = (batch * blocks_each, 2, args.kv_heads, BLOCK_SIZE, args.head_size)
-        layer_bytes = torch.Size(shape).numel() * dtype.itemsize
+        num_slots = batch * blocks_each * BLOCK_SIZE
+        shape = (batch * blocks_each, 2, args.kv_heads, BLOCK_SIZE, row_size)
+        layer_bytes = torch.Size(shape).numel() * kv_dtype.itemsize
         num_layers = max(1, min(64, 2**29 // layer_bytes))
-        memory = map_memory(num_layers * layer_bytes).view(dtype).view(num_layers, *shape)
-        self.layers = [layer.normal_() for layer in memory]
+        self.layers = list(torch.empty(num_layers, *shape, dtype=kv_dtype))
+        key, value = torch.randn(2, num_slots, args.kv_heads, args.head_size).to(dtype)
+        for layer in self.layers:
+            ops.store_kv(key, value, layer, torch.arange(num_slots))
         order = torch.randperm(batch * blocks_each).int()
         self.block_tables = order.reshape(batch, blocks_each).contiguous()
         self.block_tables[:, : shared // BLOCK_SIZE] = self.block_tables[0, : shared // BLOCK_SIZE]
@@ -71,7 +78,7 @@ class Case:
         self.query_start = (torch.arange(batch + 1) * num_query).int()
         self.seq_lens = torch.full((batch,), context, dtype=torch.int32)
         self.scale = args.head_size**-0.5
-        self.kv_bytes = 2 * batch * context * args.kv_heads * args.head_size * dtype.itemsize
+        self.kv_bytes = 2 * batch * context * args.kv_heads * row_size * kv_dtype.itemsize
         seen = num_query * (context - num_query) + num_query * (num_query + 1) // 2
         self.flops = 4 * batch * seen * args.heads * args.head_size
         self.next_layer = 0
@@ -92,6 +99,7 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=3)
     parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "int8"], default="auto")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     ops.set_num_threads(args.threads)

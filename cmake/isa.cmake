@@ -2,9 +2,10 @@
 set(VL_ISA_FLAGS_portable "")
 set(VL_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c)
 set(VL_ISA_FLAGS_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c)
-set(VL_ISA_FLAGS_avx512_bf16 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mavx512bf16)
-set(VL_ISA_FLAGS_amx -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mavx512bf16 -mamx-tile
-                     -mamx-bf16)
+set(VL_ISA_FLAGS_avx512_bf16 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mavx512bf16
+                             -mavx512vnni)
+set(VL_ISA_FLAGS_amx -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mavx512bf16 -mavx512vnni
+                     -mamx-tile -mamx-bf16)
 
 # vl_add_isa_sources(<target> [ISAS <isa>...] SOURCES <source>...): adds the sources' objects of each
 # of the instruction sets (portable avx2 avx512, which every kernel has) to the target.

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention/params.h"
+#include "core/kv_layout_cpu.h"
 #include "ops/linear.h"
 #include "ops/ops.h"
 #include "ops/rope_store_kv.h"
@@ -65,10 +66,12 @@ class Product {
 // A decode of `num_seqs` sequences: one layer, without its products' weights in any cache's way.
 class Layer {
  public:
-  explicit Layer(int32_t num_seqs)
+  explicit Layer(int32_t num_seqs, KvDType kv_dtype = KvDType::kAsQuery)
       : num_seqs_(num_seqs),
+        kv_dtype_(kv_dtype),
         blocks_each_(kContext / kBlockSize),
-        cache_(int64_t{num_seqs} * blocks_each_ * 2 * kKvHeads * kBlockSize * kHeadSize * 2),
+        cache_(int64_t{num_seqs} * blocks_each_ * 2 * kKvHeads * kBlockSize *
+               (kv_dtype == KvDType::kInt8 ? kHeadSize + kKvScaleBytes : kHeadSize * 2)),
         activations_(num_seqs * kQkv * 2),
         out_(num_seqs * kHidden * 2),
         residual_(num_seqs * kHidden * 2),
@@ -110,7 +113,7 @@ class Layer {
     p.block_size = kBlockSize;
     p.scale = 0.125f;
     p.dtype = DType::kBFloat16;
-    p.kv_dtype = KvDType::kAsQuery;
+    p.kv_dtype = kv_dtype_;
     p.k_scale = p.v_scale = 1;
     paged_attention_cpu(p);
   }
@@ -166,7 +169,8 @@ class Layer {
     p.store.num_kv_heads = kKvHeads;
     p.store.head_size = kHeadSize;
     p.store.block_size = kBlockSize;
-    p.store.dtype = p.store.cache_dtype = DType::kBFloat16;
+    p.store.dtype = DType::kBFloat16;
+    p.store.kv_dtype = kv_dtype_;
     p.store.k_scale = p.store.v_scale = 1;
     rope_store_kv_cpu(p);
   }
@@ -181,7 +185,9 @@ class Layer {
     silu_mul_cpu(p);
   }
 
-  const int32_t num_seqs_, blocks_each_;
+  const int32_t num_seqs_;
+  const KvDType kv_dtype_;
+  const int32_t blocks_each_;
   Memory cache_, activations_, out_, residual_, gate_up_, norm_weight_, cos_sin_;
   Product qkv_, output_, gate_up_product_, down_;
   std::vector<int32_t> table_, rows_, query_start_, lengths_, positions_;
@@ -204,6 +210,11 @@ const std::map<std::string, std::function<std::function<void()>()>>& cases() {
       {"attention_decode_8",
        [] {
          const auto layer = std::make_shared<Layer>(8);
+         return [layer] { layer->attend(); };
+       }},
+      {"attention_decode_int8_8",
+       [] {
+         const auto layer = std::make_shared<Layer>(8, KvDType::kInt8);
          return [layer] { layer->attend(); };
        }},
       {"decode_layer_1",

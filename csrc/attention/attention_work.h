@@ -51,6 +51,7 @@ struct AttentionCall {
   const PagedAttentionParams* params;
   const AttentionRow* rows;
   const AttentionItem* item;
+  const AttentionItem* next_item;  // what this thread may run next, to be fetched; or nullptr
   float* records;
   float* scratch;  // 64-byte aligned
 };

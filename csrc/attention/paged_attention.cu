@@ -103,6 +103,8 @@ ScoreFactors score_factors(const PagedAttentionParams& params) {
 void check_params(const PagedAttentionParams& params) {
   VL_CHECK(params.dtype != DType::kFloat32,
            "paged_attention: float32 has no CUDA kernel; use bfloat16 or float16");
+  VL_CHECK(params.kv_dtype != KvDType::kInt8,
+           "paged_attention: an int8 KV cache has no CUDA kernel; use float8_e4m3fn");
   VL_CHECK(params.plan != nullptr, "paged_attention: CUDA needs a plan: see plan_attention");
   VL_CHECK(reinterpret_cast<uintptr_t>(params.plan) % 16 == 0,
            "paged_attention: plan must be 16-byte aligned");

@@ -84,16 +84,20 @@ void check_indices(const PagedAttentionParams& params) {
   }
 }
 
-// Workers take the next item until none is left, so that unequal items balance.
+// Workers take the next item until none is left, so that unequal items balance. run(item, next) is
+// also told what the worker will take after it if all go on in turn.
 template <typename Run>
 void run_items(const std::vector<AttentionItem>& items, int64_t max_workers, const Run& run) {
   const int64_t count = static_cast<int64_t>(items.size());
-  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> taken{0}, num_workers{0};
   parallel_for(std::min(count, max_workers), 1, [&](int64_t, int64_t) {
+    num_workers.fetch_add(1, std::memory_order_relaxed);
     for (;;) {
-      const int64_t i = next.fetch_add(1, std::memory_order_relaxed);
+      const int64_t i = taken.fetch_add(1, std::memory_order_relaxed);
       if (i >= count) return;
-      run(items[static_cast<size_t>(i)]);
+      const int64_t next = i + num_workers.load(std::memory_order_relaxed);
+      run(items[static_cast<size_t>(i)],
+          next < count ? &items[static_cast<size_t>(next)] : nullptr);
     }
   });
 }
@@ -115,7 +119,7 @@ void merge(const AttentionCall& call) {
 static_assert(is_block_size(kStripTokens));  // so that a block of any size has whole strips
 
 void paged_attention_cpu(const PagedAttentionParams& params) {
-  VL_CHECK(params.kv_dtype == KvDType::kAsQuery,
+  VL_CHECK(params.kv_dtype != KvDType::kFloat8E4M3,
            "paged_attention: an FP8 kv_cache has no CPU kernel");
   VL_CHECK(is_block_size(params.block_size), "paged_attention: block_size is " +
                                                  std::to_string(params.block_size) +
@@ -129,13 +133,16 @@ void paged_attention_cpu(const PagedAttentionParams& params) {
   float* const records =
       records_of_thread.reserve(plan.num_records() * record_floats(params.head_size));
   const int64_t max_workers = std::max<int64_t>(1, plan.work() / kMinWorkerWork);
-  const auto run = [&](void (*function)(const AttentionCall&), const AttentionItem& item) {
-    static thread_local Buffer scratch;
-    function({&params, plan.rows().data(), &item, records,
-              scratch.reserve(attention_scratch_floats(params.head_size))});
+  const auto run_all = [&](const std::vector<AttentionItem>& items,
+                           void (*function)(const AttentionCall&)) {
+    run_items(items, max_workers, [&](const AttentionItem& item, const AttentionItem* next) {
+      static thread_local Buffer scratch;
+      function({&params, plan.rows().data(), &item, next, records,
+                scratch.reserve(attention_scratch_floats(params.head_size))});
+    });
   };
-  run_items(plan.items(), max_workers, [&](const AttentionItem& item) { run(attend, item); });
-  run_items(plan.merges(), max_workers, [&](const AttentionItem& item) { run(merge, item); });
+  run_all(plan.items(), attend);
+  run_all(plan.merges(), merge);
 }
 
 }  // namespace vllm_lite

@@ -13,9 +13,6 @@ constexpr bool is_block_size(int64_t tokens) {
   return tokens >= 16 && tokens <= 256 && (tokens & (tokens - 1)) == 0;
 }
 
-// What the KV cache holds: the dtype of the query, or FP8 (E4M3) times k_scale and v_scale.
-enum class KvDType : int32_t { kAsQuery, kFloat8E4M3 };
-
 // Attention of any mix of prefills, chunks and decodes over a paged KV cache, causal. Query token t
 // of sequence s (t = 0 .. query_start[s+1]-query_start[s]-1) stands at position
 // seq_lens[s] - num_query_tokens(s) + t and sees the positions up to and including its own (the
@@ -36,7 +33,7 @@ struct PagedAttentionParams {
   void* out;                    // [num_tokens, num_heads, head_size]
   const void* query;            // [num_tokens, num_heads, head_size]
   const void* kv_cache;         // [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size];
-                                // CPU: keys as in core/kv_layout_cpu.h
+                                // CPU: as in core/kv_layout_cpu.h
   const int32_t* block_tables;  // [max_rows, block_table_stride]
   const int32_t* rows;          // [num_seqs], row of block_tables
   const int32_t* query_start;   // [num_seqs + 1], cumulative query tokens
@@ -57,8 +54,8 @@ struct PagedAttentionParams {
   int32_t sliding_window;  // 0: none
   float soft_cap;          // 0: none
   DType dtype;             // of out and query
-  KvDType kv_dtype;        // CPU: kAsQuery only
-  float k_scale;           // only for kFloat8E4M3
+  KvDType kv_dtype;
+  float k_scale;  // only for kFloat8E4M3
   float v_scale;
   // CUDA only: the step's plan (attention_plan.h) and room for what it splits.
   const int32_t* plan;

@@ -11,6 +11,7 @@
 #include "attention/attention_work.h"
 #include "core/kv_layout_cpu.h"
 #include "core/simd.h"
+#include "core/simd_int8.h"
 
 namespace vllm_lite::VL_ISA {
 namespace {
@@ -51,6 +52,22 @@ VL_SIMD Strips<char> lines_of(const Strips<T>& strips) {
   return lines;
 }
 
+// Whether a strip ends with its tokens' scales.
+template <typename T>
+constexpr bool kHasScales = false;
+template <>
+constexpr bool kHasScales<int8_t> = true;
+
+template <typename T>
+constexpr int strip_lines(int head_size) {
+  return kStripTokens * head_size * static_cast<int>(sizeof(T)) / 64 + (kHasScales<T> ? 1 : 0);
+}
+
+// The scales behind a strip's `elements`, from that of the first on.
+VL_SIMD FloatVec scales_behind(const int8_t* elements) {
+  return load(reinterpret_cast<const float*>(elements));
+}
+
 VL_SIMD void prefetch(const char* line) { __builtin_prefetch(line); }
 
 // Lines of some strips in turn, fetched a few at a time.
@@ -72,36 +89,89 @@ struct Fetch {
 
 // ---- scores
 
-// How keys of type T are multiplied: a word of the layout holds kParts elements, each of which
-// meets one number of the query.
+// How keys of type T are multiplied: a word of the layout holds kParts parts, each of which meets
+// one number of the query. load_query() returns what the query's numbers are to be multiplied with;
+// products() makes a sum the products, given what stands behind the words it was made of.
+// kCopies: many rows may as well multiply a copy of the keys in float32, bit for bit.
 template <typename T>
 struct Keys {  // pairs of 16 bits
   using Query = float;
   using Part = FloatLanes;
+  using Sum = FloatVec;
   static constexpr int kParts = 2;
-  VL_SIMD void load_query(const T* from, int head_size, Query* to) {
+  static constexpr bool kCopies = true;
+  VL_SIMD float load_query(const T* from, int head_size, Query* to) {
     for (int d = 0; d < head_size; d += kWidth) store(to + d, VL_ISA::load(from + d));
+    return 1;
   }
   VL_SIMD Part load(const T* p, int part) {
     IntLanes words;
     __builtin_memcpy(&words, p, sizeof(words));
     return (part == 0 ? widen_lower(words, T{}) : widen_upper(words, T{})).v;
   }
-  VL_SIMD FloatVec multiply_add(Query query, Part keys, FloatVec sum) {
+  VL_SIMD Sum multiply_add(Query query, Part keys, Sum sum) {
     return fma(broadcast(query), {keys}, sum);
   }
+  VL_SIMD FloatVec products(Sum sum, const T*) { return sum; }
 };
 template <>
 struct Keys<float> {
   using Query = float;
   using Part = FloatLanes;
+  using Sum = FloatVec;
   static constexpr int kParts = 1;
-  VL_SIMD void load_query(const float* from, int head_size, Query* to) {
+  static constexpr bool kCopies = false;
+  VL_SIMD float load_query(const float* from, int head_size, Query* to) {
     __builtin_memcpy(to, from, sizeof(float) * head_size);
+    return 1;
   }
   VL_SIMD Part load(const float* p, int) { return VL_ISA::load(p).v; }
-  VL_SIMD FloatVec multiply_add(Query query, Part keys, FloatVec sum) {
+  VL_SIMD Sum multiply_add(Query query, Part keys, Sum sum) {
     return fma(broadcast(query), {keys}, sum);
+  }
+  VL_SIMD FloatVec products(Sum sum, const float*) { return sum; }
+};
+// The query in 16 bits and a scale, which costs 2^-16 of its largest number. All sums are exact.
+// Part 0 is bytes 0 and 2 of a word, part 1 bytes 1 and 3, each widened to a pair of 16 bits.
+template <>
+struct Keys<int8_t> {
+  using Query = int32_t;
+  using Part = IntLanes;
+  using Sum = IntLanes;
+  static constexpr int kParts = 2;
+  static constexpr bool kCopies = false;
+  template <typename T>
+  VL_SIMD float load_query(const T* from, int head_size, Query* to) {
+    const Quantisation quantisation = quantisation_of(from, head_size, 32767);
+    auto* const halves = reinterpret_cast<int16_t*>(to);
+    const IntLanes i = lane_index();
+    const IntLanes order = (i & ~3) | (i & 1) << 1 | (i >> 1 & 1);
+    for (int d = 0; d < head_size; d += kWidth) {
+      const IntLanes numbers = quantise(VL_ISA::load(from + d), quantisation);
+      store_int(halves + d, __builtin_shuffle(numbers, order));
+    }
+    return quantisation.scale;
+  }
+  VL_SIMD Part load(const int8_t* p, int part) {
+    typedef int16_t Halves __attribute__((vector_size(kWidth * 4)));
+    Halves halves;
+    __builtin_memcpy(&halves, p, sizeof(halves));
+    return (IntLanes)((part == 0 ? halves << 8 : halves) >> 8);
+  }
+  VL_SIMD Sum multiply_add(Query query, Part keys, Sum sum) {
+#if defined(VL_ISA_avx512_bf16)
+    return (IntLanes)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)keys, _mm512_set1_epi32(query));
+#elif defined(VL_ISA_avx512)
+    return sum +
+           (IntLanes)_mm512_maskz_madd_epi16(kAllLanes, (__m512i)keys, _mm512_set1_epi32(query));
+#elif defined(VL_ISA_avx2)
+    return sum + (IntLanes)_mm256_madd_epi16((__m256i)keys, _mm256_set1_epi32(query));
+#else
+    return sum + (keys << 16 >> 16) * static_cast<int16_t>(query) + (keys >> 16) * (query >> 16);
+#endif
+  }
+  VL_SIMD FloatVec products(Sum sum, const int8_t* behind) {
+    return mul(from_int(sum), scales_behind(behind));
   }
 };
 #if defined(VL_ISA_avx512_bf16)
@@ -110,19 +180,23 @@ template <>
 struct Keys<BFloat16> {
   using Query = int32_t;
   using Part = IntLanes;
+  using Sum = FloatVec;
   static constexpr int kParts = 1;
-  VL_SIMD void load_query(const BFloat16* from, int head_size, Query* to) {
+  static constexpr bool kCopies = false;
+  VL_SIMD float load_query(const BFloat16* from, int head_size, Query* to) {
     __builtin_memcpy(to, from, sizeof(BFloat16) * head_size);
+    return 1;
   }
   VL_SIMD Part load(const BFloat16* p, int) {
     IntLanes words;
     __builtin_memcpy(&words, p, sizeof(words));
     return words;
   }
-  VL_SIMD FloatVec multiply_add(Query query, Part keys, FloatVec sum) {
+  VL_SIMD Sum multiply_add(Query query, Part keys, Sum sum) {
     return {(FloatLanes)_mm512_dpbf16_ps((__m512)sum.v, (__m512bh)_mm512_set1_epi32(query),
                                          (__m512bh)keys)};
   }
+  VL_SIMD FloatVec products(Sum sum, const BFloat16*) { return sum; }
 };
 #endif
 
@@ -130,7 +204,7 @@ template <typename T>
 constexpr int kWordElements = kKeyWordBytes / static_cast<int>(sizeof(T));
 
 // scores[kRows, kVecs * kWidth] = query[kRows, num_words * kParts] * keys, from vector `first_vec`
-// of the tile on.
+// of the tile on; without what load_query() has returned.
 template <typename T, int kRows, int kVecs>
 __attribute__((noinline)) void score_block(const typename Keys<T>::Query* query, int num_words,
                                            const Strips<T>& keys, const Strips<char>& ahead,
@@ -145,7 +219,11 @@ __attribute__((noinline)) void score_block(const typename Keys<T>::Query* query,
     columns[v] = keys.at[vec / kStripVecs] + vec % kStripVecs * kWidth * kWordElements<T>;
     lines[v] = ahead.at[vec / kStripVecs / 2];
   }
-  FloatVec sums[kRows][kVecs] = {};
+  typename Keys<T>::Sum sums[kRows][kVecs] = {};
+  if constexpr (kHasScales<T>) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; v += 2 * kStripVecs) prefetch(lines[v] + num_words * 64);
+  }
 #pragma GCC unroll 1
   for (int word = 0; word < num_words; ++word) {
 #pragma GCC unroll 4
@@ -172,7 +250,8 @@ __attribute__((noinline)) void score_block(const typename Keys<T>::Query* query,
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
-      store(scores + r * kTileTokens + (first_vec + v) * kWidth, sums[r][v]);
+      store(scores + r * kTileTokens + (first_vec + v) * kWidth,
+            Keys<T>::products(sums[r][v], columns[v] + num_words * kWordStride));
     }
   }
 }
@@ -219,6 +298,9 @@ __attribute__((noinline)) void value_block(const float* weights, int begin, int 
     const T* row = values.at[strip] + offset;
     const char* line = ahead.at[strip] + offset * static_cast<int>(sizeof(T));
     const int stop = min_int(end, (strip + 1) * kStripTokens);
+    if constexpr (kHasScales<T>) {
+      prefetch(ahead.at[strip] + kStripTokens * head_size * static_cast<int>(sizeof(T)));
+    }
 #pragma GCC unroll 1
     for (; t < stop; ++t, row += head_size, line += head_size * static_cast<int>(sizeof(T))) {
 #pragma GCC unroll 4
@@ -306,6 +388,7 @@ VL_SIMD void widen_keys(const T* from, int num_words, const char* ahead, float* 
 template <typename T>
 VL_SIMD void widen_values(const T* from, int head_size, const char* ahead, float* to) {
   constexpr int kLineElements = 64 / static_cast<int>(sizeof(T));
+  if constexpr (kHasScales<T>) prefetch(ahead + kStripTokens * head_size);
   for (int i = 0; i < kStripTokens * head_size; i += kLineElements) {
     prefetch(ahead + i * static_cast<int>(sizeof(T)));
 #pragma GCC unroll 8

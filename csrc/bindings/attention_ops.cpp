@@ -19,19 +19,14 @@ void paged_attention(Tensor out, Tensor query, Tensor kv_cache, Tensor block_tab
   constexpr const char* kOp = "paged_attention";
   check_heads(out, kOp, "out");
   check_heads(query, kOp, "query");
-  check(kv_cache.dim() == 5 && kv_cache.size(1) == 2 && kv_cache.is_contiguous(), kOp,
-        "kv_cache must be contiguous [num_blocks, 2, num_kv_heads, block_size, head_size]");
   const DType dtype = float_dtype(query, kOp);
-  const bool is_fp8 = kv_cache.scalar_type() == ScalarType::Float8_e4m3fn;
+  const KvDType kv_dtype = kv_cache_dtype(kv_cache, query, kOp);
   check(out.scalar_type() == query.scalar_type(), kOp, "out and query must have one dtype");
-  check(is_fp8 || kv_cache.scalar_type() == query.scalar_type(), kOp,
-        "kv_cache must have the dtype of query, or float8_e4m3fn");
   check(
       out.size(0) == query.size(0) && out.size(1) == query.size(1) && out.size(2) == query.size(2),
       kOp, "out and query must have one shape");
   const int64_t num_heads = query.size(1), num_kv_heads = kv_cache.size(2),
                 head_size = query.size(2);
-  check(kv_cache.size(4) == head_size, kOp, "kv_cache and query differ in head_size");
   check(sliding_window >= 0, kOp, "sliding_window must be positive, or 0 for none");
   check(num_kv_heads > 0 && num_heads % num_kv_heads == 0, kOp,
         "num_heads must be a multiple of num_kv_heads");
@@ -69,7 +64,7 @@ void paged_attention(Tensor out, Tensor query, Tensor kv_cache, Tensor block_tab
   params.sliding_window = static_cast<int32_t>(sliding_window);
   params.soft_cap = static_cast<float>(soft_cap);
   params.dtype = dtype;
-  params.kv_dtype = is_fp8 ? KvDType::kFloat8E4M3 : KvDType::kAsQuery;
+  params.kv_dtype = kv_dtype;
   params.k_scale = static_cast<float>(k_scale);
   params.v_scale = static_cast<float>(v_scale);
   params.plan = int32_data(plan, kOp, "plan");

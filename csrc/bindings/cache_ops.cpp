@@ -46,15 +46,11 @@ StoreKvParams store_kv_params(const char* op, const Tensor& key, const Tensor& v
                               double v_scale, int64_t stream) {
   check_heads(key, op, "key");
   check_heads(value, op, "value");
-  check(kv_cache.dim() == 5 && kv_cache.size(1) == 2 && kv_cache.is_contiguous(), op,
-        "kv_cache must be contiguous [num_blocks, 2, num_kv_heads, block_size, head_size]");
-  const bool is_float8 = kv_cache.scalar_type() == ScalarType::Float8_e4m3fn;
-  check(value.scalar_type() == key.scalar_type() &&
-            (is_float8 || kv_cache.scalar_type() == key.scalar_type()),
-        op, "key, value and (unless it is float8_e4m3fn) kv_cache must have one dtype");
+  const KvDType kv_dtype = kv_cache_dtype(kv_cache, key, op);
+  check(value.scalar_type() == key.scalar_type(), op, "key and value must have one dtype");
   check(k_scale > 0 && v_scale > 0, op, "k_scale and v_scale must be positive");
-  check(key.size(1) == kv_cache.size(2) && key.size(2) == kv_cache.size(4) &&
-            value.size(1) == key.size(1) && value.size(2) == key.size(2),
+  check(key.size(1) == kv_cache.size(2) && value.size(1) == key.size(1) &&
+            value.size(2) == key.size(2),
         op, "key, value and kv_cache differ in heads or head_size");
   check(value.size(0) == key.size(0) && slot_mapping.numel() == key.size(0), op,
         "key, value and slot_mapping differ in num_tokens");
@@ -72,7 +68,7 @@ StoreKvParams store_kv_params(const char* op, const Tensor& key, const Tensor& v
   params.head_size = static_cast<int32_t>(key.size(2));
   params.block_size = static_cast<int32_t>(kv_cache.size(3));
   params.dtype = float_dtype(key, op);
-  params.cache_dtype = is_float8 ? DType::kFloat8E4M3 : params.dtype;
+  params.kv_dtype = kv_dtype;
   params.k_scale = static_cast<float>(k_scale);
   params.v_scale = static_cast<float>(v_scale);
   params.stream = stream;

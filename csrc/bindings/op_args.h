@@ -11,6 +11,7 @@
 
 #include "core/check.h"
 #include "core/dtype.h"
+#include "core/kv_layout_cpu.h"
 
 namespace vllm_lite {
 
@@ -33,6 +34,20 @@ inline DType float_dtype(const Tensor& tensor, const char* op) {
     default:
       throw Error(std::string(op) + ": dtype must be float32, bfloat16 or float16");
   }
+}
+
+// What a KV cache holds of heads whose queries, keys and values are `heads`. Its last dimension is
+// theirs; an int8 cache has each row's scale behind it.
+inline KvDType kv_cache_dtype(const Tensor& kv_cache, const Tensor& heads, const char* op) {
+  check(kv_cache.dim() == 5 && kv_cache.size(1) == 2 && kv_cache.is_contiguous(), op,
+        "kv_cache must be contiguous [num_blocks, 2, num_kv_heads, block_size, head_size]");
+  const ScalarType type = kv_cache.scalar_type();
+  const bool is_int8 = type == ScalarType::Char, is_float8 = type == ScalarType::Float8_e4m3fn;
+  check(is_int8 || is_float8 || type == heads.scalar_type(), op,
+        "kv_cache must have the dtype of query, key and value, or be float8_e4m3fn or int8");
+  check(kv_cache.size(4) == heads.size(2) + (is_int8 ? kKvScaleBytes : 0), op,
+        "kv_cache has another head_size (the last dimension of an int8 cache is head_size + 4)");
+  return is_int8 ? KvDType::kInt8 : is_float8 ? KvDType::kFloat8E4M3 : KvDType::kAsQuery;
 }
 
 // Pointer to an int32/int64/float/uint8 tensor's data, which must be contiguous; nullptr for None.

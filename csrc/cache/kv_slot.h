@@ -56,6 +56,8 @@ class KvSlot {
 // ---- host side
 
 inline void check_slots(const StoreKvParams& p, const char* op) {
+  VL_CHECK(p.kv_dtype != KvDType::kInt8,
+           std::string(op) + ": an int8 KV cache has no CUDA kernel; use float8_e4m3fn");
   VL_CHECK(p.num_blocks * p.block_size <= UINT32_MAX,
            std::string(op) + ": the cache has more than 2^32 - 1 slots");
 }
@@ -70,8 +72,7 @@ bool is_aligned(const StoreKvParams& p) {
 template <typename F>
 void dispatch_kv_dtypes(const StoreKvParams& p, const F& f) {
   dispatch_dtype(p.dtype, [&](auto zero) {
-    if (p.cache_dtype == DType::kFloat8E4M3) return f(zero, Float8E4M3{});
-    VL_ASSERT(p.cache_dtype == p.dtype);
+    if (p.kv_dtype == KvDType::kFloat8E4M3) return f(zero, Float8E4M3{});
     f(zero, zero);
   });
 }

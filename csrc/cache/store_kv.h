@@ -12,7 +12,7 @@ struct StoreKvParams {
   const void* key;              // [num_tokens, num_kv_heads, head_size]
   const void* value;            // [num_tokens, num_kv_heads, head_size]
   void* kv_cache;               // [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size];
-                                // CPU: keys as in core/kv_layout_cpu.h
+                                // CPU: as in core/kv_layout_cpu.h
   const int64_t* slot_mapping;  // [num_tokens], block * block_size + offset; negative: not stored
   int64_t key_token_stride;     // elements
   int64_t value_token_stride;
@@ -21,9 +21,9 @@ struct StoreKvParams {
   int32_t num_kv_heads;
   int32_t head_size;
   int32_t block_size;
-  DType dtype;        // of key and value
-  DType cache_dtype;  // dtype or, on CUDA, kFloat8E4M3
-  // Of a float8 cache: key / k_scale is stored, saturated.
+  DType dtype;  // of key and value
+  KvDType kv_dtype;
+  // Of an FP8 cache: key / k_scale is stored, saturated.
   float k_scale, v_scale;
   int64_t stream;
 };

@@ -7,11 +7,13 @@
 namespace vllm_lite {
 
 void store_kv_cpu(const StoreKvParams& params) {
-  VL_CHECK(params.cache_dtype == params.dtype,
-           "store_kv: a float8 KV cache needs CUDA; on CPU it must have the model's dtype");
-  VL_CHECK(has_cpu_kv_layout(params.block_size, params.head_size),
+  VL_CHECK(
+      params.kv_dtype != KvDType::kFloat8E4M3,
+      "store_kv: a float8 KV cache needs CUDA; on CPU it must have the model's dtype, or int8");
+  VL_CHECK(has_cpu_kv_layout(params.block_size, params.head_size, params.kv_dtype),
            "store_kv: on CPU block_size must be a multiple of " + std::to_string(kStripTokens) +
-               " and head_size even, not " + std::to_string(params.block_size) + " and " +
+               " and head_size of " + std::to_string(cpu_kv_head_multiple(params.kv_dtype)) +
+               ", not " + std::to_string(params.block_size) + " and " +
                std::to_string(params.head_size));
   // Before the first store, so that a bad mapping changes nothing.
   const int64_t num_slots = params.num_blocks * params.block_size;

@@ -63,7 +63,9 @@ Isa best_isa() {
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (!has_avx2) return Isa::kPortable;
     if (!has_avx512) return Isa::kAvx2;
-    if (!__builtin_cpu_supports("avx512bf16")) return Isa::kAvx512;
+    const bool has_bf16 =
+        __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    if (!has_bf16) return Isa::kAvx512;
     return may_use_amx() ? Isa::kAmx : Isa::kAvx512Bf16;
   }();
   return best;

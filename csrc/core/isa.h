@@ -2,10 +2,11 @@
 //
 // A kernel source named *_isa.cpp is compiled once per instruction set (cmake/isa.cmake) with
 // VL_ISA set to `portable`, `avx2` or `avx512`, and puts its entry points into
-// namespace vllm_lite::VL_ISA; one that has something to gain from them also for `avx512_bf16` and
-// `amx`, which use the others' `avx512` copy. It must define nothing with vague linkage (no std::
-// templates or inline functions that the compiler could emit out of line): the linker may keep the
-// AVX-512 copy for everybody. A test looks for weak symbols in those objects.
+// namespace vllm_lite::VL_ISA; one that has something to gain from them also for `avx512_bf16`
+// (which has VNNI) and `amx`, which use the others' `avx512` copy. It must define nothing with
+// vague linkage (no std:: templates or inline functions that the compiler could emit out of line):
+// the linker may keep the AVX-512 copy for everybody. A test looks for weak symbols in those
+// objects.
 #pragma once
 
 #include <cstdint>

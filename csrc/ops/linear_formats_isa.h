@@ -12,6 +12,7 @@
 #pragma once
 
 #include "core/simd.h"
+#include "core/simd_int8.h"
 #include "ops/linear_kernels.h"
 
 namespace vllm_lite::VL_ISA {
@@ -59,14 +60,7 @@ VL_SIMD IntLanes load_words(const uint8_t* bytes, int part) {
 }
 
 VL_SIMD IntLanes load_int8(const uint8_t* bytes, int part) {
-  const int8_t* from = lanes_at<int8_t>(bytes, part);
-#if defined(VL_ISA_avx512)
-  return (IntLanes)_mm512_maskz_cvtepi8_epi32(kAllLanes, _mm_loadu_si128((const __m128i*)from));
-#elif defined(VL_ISA_avx2)
-  return (IntLanes)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
-#else
-  return IntLanes{from[0], from[1], from[2], from[3]};
-#endif
+  return load_int(lanes_at<int8_t>(bytes, part));
 }
 VL_SIMD FloatVec int8_at(const uint8_t* bytes, int part) {
   return from_int(load_int8(bytes, part));

@@ -99,8 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-num-waiting", "sequences that wait; more get 429", type=int, metavar="N")
     add("--kv-cache-memory", "memory of the KV cache, such as 512M or 4G (default: 1G on a CPU, "
         "what is left on a GPU)", type=_bytes, metavar="BYTES")  # fmt: skip
-    add("--kv-cache-dtype", "auto: that of --dtype; fp8: float8_e4m3fn in half the memory, on CUDA",
-        choices=["auto", "fp8"])  # fmt: skip
+    add("--kv-cache-dtype", "auto: that of --dtype; in half the memory fp8 (on CUDA) or int8 (on "
+        "the CPU; vLLM's name for it is int8_per_token_head)",
+        choices=["auto", "fp8", "int8", "int8_per_token_head"])  # fmt: skip
     add("--gpu-memory-utilization", "share of the GPU's memory to use", type=float,
         metavar="SHARE")  # fmt: skip
     add("--enforce-eager", "no CUDA graphs", action="store_true")

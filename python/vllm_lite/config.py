@@ -11,13 +11,16 @@ from vllm_lite.model_files import DEFAULT_MODEL
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-KvCacheDTypeName = Literal["auto", "fp8"]
+KvCacheDTypeName = Literal["auto", "fp8", "int8", "int8_per_token_head"]
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
+_KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8", "int8_per_token_head": "int8"}
 
 # KV memory on CPU unless --kv-cache-memory says otherwise. Pages are touched only when they are
 # used.
 DEFAULT_KV_CACHE_MEMORY = 1 << 30
+
+_KV_SCALE_BYTES = 4  # behind each row of an int8 cache (csrc/core/kv_layout_cpu.h)
 
 _NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second under WSL
 
@@ -40,7 +43,7 @@ _OPTIONAL = frozenset({"max_model_len", "kv_cache_memory", "num_threads"})
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "device": ("auto", "cpu", "cuda"),
-    "kv_cache_dtype": ("auto", "fp8"),
+    "kv_cache_dtype": ("auto", *_KV_CACHE_DTYPES),
     "load_format": ("auto", "dummy"),
     "quantization": (None, "int8"),
     "scheduling_policy": ("fcfs", "priority"),
@@ -65,7 +68,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     block_size: int = 16  # tokens in a KV block: a power of two from 16 to 256
     # Bytes; None: DEFAULT_KV_CACHE_MEMORY on the CPU, what the worker finds free on a GPU.
     kv_cache_memory: int | None = None
-    kv_cache_dtype: KvCacheDTypeName = "auto"  # auto: the dtype; fp8: float8_e4m3fn, on CUDA alone
+    # auto: the dtype; fp8: float8_e4m3fn, on CUDA alone; int8, or int8_per_token_head: int8 with a
+    # scale for each token and KV head, on the CPU alone.
+    kv_cache_dtype: KvCacheDTypeName = "auto"
     gpu_memory_utilization: float = 0.9  # of the GPU's memory, for weights, activations and KV
     enforce_eager: bool = False  # no CUDA graphs
     enable_prefix_caching: bool = True
@@ -144,15 +149,19 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 f"quantization {self.quantization}: the weights of {self.model} are quantized "
                 "already, and are used as they are"
             )
-        kv_cache_dtype = "float8_e4m3fn" if self.kv_cache_dtype == "fp8" else dtype
-        if device == "cpu" and kv_cache_dtype != dtype:
+        kv_cache_dtype = _KV_CACHE_DTYPES.get(self.kv_cache_dtype, dtype)
+        if device == "cpu" and kv_cache_dtype == "float8_e4m3fn":
             raise ValueError(
                 f"kv_cache_dtype {self.kv_cache_dtype} is not supported on the CPU: use "
-                "--kv-cache-dtype auto, or --device cuda"
+                "--kv-cache-dtype auto or int8, or --device cuda"
             )
-        block_bytes = (
-            2 * model.num_layers * model.num_kv_heads * self.block_size * model.head_size
-        ) * DTYPE_BYTES[kv_cache_dtype]
+        if device == "cuda" and kv_cache_dtype == "int8":
+            raise ValueError(
+                f"kv_cache_dtype {self.kv_cache_dtype} is not supported on CUDA: use "
+                "--kv-cache-dtype auto or fp8, or --device cpu"
+            )
+        row_bytes = kv_row_size(model.head_size, kv_cache_dtype) * DTYPE_BYTES[kv_cache_dtype]
+        block_bytes = 2 * model.num_layers * model.num_kv_heads * self.block_size * row_bytes
         memory = self.kv_cache_memory
         if memory is None and device == "cpu":
             memory = DEFAULT_KV_CACHE_MEMORY
@@ -188,11 +197,16 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ResolvedConfig(msgspec.Struct, frozen=True):
     device: str  # cpu or cuda
     dtype: str  # float32, bfloat16 or float16
-    kv_cache_dtype: str  # the dtype, or float8_e4m3fn
+    kv_cache_dtype: str  # the dtype, float8_e4m3fn or int8
     max_model_len: int
     num_blocks: int | None  # None: for the worker to find out
     block_bytes: int  # K and V of one block in all layers
     async_scheduling: bool  # if the worker is a process of its own
+
+
+def kv_row_size(head_size: int, kv_cache_dtype: str) -> int:
+    """Elements that the KV cache has for a token's key, or value, of one head."""
+    return head_size + (_KV_SCALE_BYTES if kv_cache_dtype == "int8" else 0)
 
 
 def resolve_dtype_name(name: DTypeName, model: ModelConfig) -> str:

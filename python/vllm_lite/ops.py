@@ -55,7 +55,7 @@ def paged_attention(
 
     out, query: ``[num_tokens, num_heads, head_size]`` (rows may be strided);
     kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_size]``, written by ``store_kv``;
-    block_size is a power of two from 16 to 256; on the CPU keys stand as in
+    block_size is a power of two from 16 to 256; on the CPU rows stand as in
     ``csrc/core/kv_layout_cpu.h``;
     block_tables: int32 ``[max_rows, max_blocks]``; rows, seq_lens: int32 ``[num_seqs]``;
     query_start: int32 ``[num_seqs + 1]``; alibi_slopes: float32 ``[num_heads]``.
@@ -65,7 +65,8 @@ def paged_attention(
     ``attention_workspace_size`` elements, which launches in one stream may share. It does not check
     indices, but follows none that lead out of a tensor: the results of such a sequence are NaN. The
     CPU ignores both.
-    kv_cache may be float8_e4m3fn on CUDA: keys are then times ``k_scale``, values ``v_scale``.
+    kv_cache may be float8_e4m3fn on CUDA: keys are then times ``k_scale``, values ``v_scale``. On
+    the CPU it may be int8, with ``head_size + 4`` as its last dimension: a row has its scale, too.
     """
     _ops.paged_attention(
         out, query, kv_cache, block_tables, rows, query_start, seq_lens, scale, sliding_window,
@@ -126,8 +127,9 @@ def store_kv(
 
     slot_mapping: int64 ``[num_tokens]``, block * block_size + offset; negative: not stored. On CUDA
     nor is what lies beyond the cache.
-    kv_cache: the model's dtype or, on CUDA, float8_e4m3fn, which holds ``key / k_scale`` and
-    ``value / v_scale``, at most 448.
+    kv_cache: the model's dtype; on CUDA also float8_e4m3fn, which holds ``key / k_scale`` and
+    ``value / v_scale``, at most 448; on the CPU also int8, each row with its scale: the row's
+    largest magnitude over 127. See ``paged_attention``.
     """
     _ops.store_kv(key, value, kv_cache, slot_mapping, k_scale, v_scale, _stream(key))
 
@@ -135,7 +137,8 @@ def store_kv(
 def copy_blocks(kv_arena: torch.Tensor, block_pairs: torch.Tensor) -> None:
     """Copies whole blocks in every layer.
 
-    kv_arena: ``[num_layers, num_blocks, 2, num_kv_heads, block_size, head_size]``, contiguous;
+    kv_arena: ``[num_layers, num_blocks, 2, num_kv_heads, block_size, head_size]``, contiguous (of
+    int8, the last is head_size + 4);
     block_pairs: int32 ``[num_pairs, 2]``, (source, destination).
     """
     _ops.copy_blocks(kv_arena, block_pairs, _stream(kv_arena))

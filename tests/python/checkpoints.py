@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import transformers
 
-from vllm_lite.config import resolve_dtype_name
+from vllm_lite.config import kv_row_size, resolve_dtype_name
 from vllm_lite.model_config import load_model_config
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.models import CausalLM, ForwardBatch, load_model
@@ -89,12 +89,17 @@ class PagedRunner:
     ) -> None:
         """kv_dtype: of the cache; the model's if there is none."""
         config = model.config
-        shape = (
-            config.num_layers, num_blocks, 2, config.num_kv_heads, block_size, config.head_size,
-        )  # fmt: skip
+        kv_dtype = kv_dtype or model.dtype
+        row_size = kv_row_size(config.head_size, str(kv_dtype).removeprefix("torch."))
+        shape = (config.num_layers, num_blocks, 2, config.num_kv_heads, block_size, row_size)
         self._model = model
         self._block_size = block_size
-        self._arena = torch.full(shape, float("nan"), dtype=model.dtype).to(kv_dtype or model.dtype)
+        # Every bit set is NaN in all of them: of an int8 cache the scales.
+        self._arena = (
+            torch.full(shape, 255, dtype=torch.uint8)
+            .repeat_interleave(kv_dtype.itemsize, -1)
+            .view(kv_dtype)
+        )
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1))
         self._free = order.to(torch.int32).tolist()
         self._tables = torch.full((8, num_blocks), -1, dtype=torch.int32)

@@ -64,7 +64,7 @@ class Attention:
     def __call__(self, buffers: StepBuffers, batch: ForwardBatch, kv_cache: torch.Tensor) -> None:
         """From ``buffers.normed`` to ``buffers.projected``.
 
-        kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_size]``, of this layer.
+        kv_cache: of this layer, as ``ops.paged_attention`` has it.
         """
         query, key = buffers.query, buffers.key
         self._qkv(buffers.qkv, buffers.normed)

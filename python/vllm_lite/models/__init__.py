@@ -50,7 +50,7 @@ class CausalLM(Protocol):
         """Computes the batch's last activations and stores its KV.
 
         kv_arena: ``[num_layers, num_blocks, 2, num_kv_heads, block_size, head_size]`` of ``dtype``
-        or, on CUDA, float8_e4m3fn.
+        or what else ``ops.paged_attention`` takes.
         """
 
     def logits(self, indices: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from vllm_lite import ops
-from vllm_lite.config import EngineConfig, ResolvedConfig
+from vllm_lite.config import EngineConfig, ResolvedConfig, kv_row_size
 from vllm_lite.cores import cores, num_available_cores
 from vllm_lite.model_config import ModelConfig
 from vllm_lite.model_files import ModelFiles
@@ -64,7 +64,7 @@ class Worker:
             check_device()
         self._config = config
         self._model_config = model_config
-        self._kv_dtype: torch.dtype = getattr(torch, resolved.kv_cache_dtype)
+        self._kv_cache_dtype = resolved.kv_cache_dtype
         dtype: torch.dtype = getattr(torch, resolved.dtype)
         self.model = load_model(
             files, model_config, dtype, resolved.max_model_len, progress, self._device,
@@ -219,12 +219,12 @@ class Worker:
         config = self._model_config
         shape = (
             config.num_layers, num_blocks, 2, config.num_kv_heads, self._config.block_size,
-            config.head_size,
+            kv_row_size(config.head_size, self._kv_cache_dtype),
         )  # fmt: skip
         # On the CPU untouched pages cost nothing, so the arena may be larger than what is used.
         # They are not huge: the layers' blocks are far apart, and to touch a huge page for the
         # first time takes milliseconds, in the middle of requests.
-        return torch.empty(shape, dtype=self._kv_dtype, device=self._device)
+        return torch.empty(shape, dtype=getattr(torch, self._kv_cache_dtype), device=self._device)
 
     def _run_largest_step(self) -> None:
         """One step that takes as much of the device as any; what it leaves behind is dropped."""

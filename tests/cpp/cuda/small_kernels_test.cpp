@@ -136,7 +136,7 @@ struct KvStep {
     params.num_kv_heads = kv_heads;
     params.head_size = head_size;
     params.block_size = block_size;
-    params.dtype = params.cache_dtype = DType::kBFloat16;
+    params.dtype = DType::kBFloat16;
     params.k_scale = params.v_scale = 1;
     return params;
   }

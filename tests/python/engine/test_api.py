@@ -322,10 +322,17 @@ def test_parameters_that_fit_no_engine(options: dict[str, object], message: str)
         ({"block_size": 8}, "block_size must be an integer from 16 to 256, got 8"),
         ({"block_size": 512}, "block_size must be an integer from 16 to 256, got 512"),
         ({"dtype": "float8"}, "dtype must be one of .*float8"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be one of auto, fp8, got 'int8'"),
+        (
+            {"kv_cache_dtype": "int4"},
+            "kv_cache_dtype must be one of auto, fp8, int8, int8_per_token_head, got 'int4'",
+        ),
         (
             {"kv_cache_dtype": "fp8", "device": "cpu"},
-            "kv_cache_dtype fp8 is not supported on the CPU: use --kv-cache-dtype auto",
+            "kv_cache_dtype fp8 is not supported on the CPU: use --kv-cache-dtype auto or int8, or",
+        ),
+        (
+            {"kv_cache_dtype": "int8", "device": "cuda", "dtype": "bfloat16"},
+            "kv_cache_dtype int8 is not supported on CUDA: use --kv-cache-dtype auto or fp8, or",
         ),
         ({"scheduling_policy": "sjf"}, "scheduling_policy must be one of"),
         ({"max_num_waiting": 2**31}, "max_num_waiting must be"),

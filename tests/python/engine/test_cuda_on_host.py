@@ -113,7 +113,7 @@ def test_planned_steps_give_the_tokens_of_the_cpu(tiny_model: str) -> None:
 def with_float8_cache(llm: LLM) -> None:
     """The KV arena that --kv-cache-dtype fp8 gives a worker on a GPU."""
     worker = with_plans(llm)
-    worker._kv_dtype = torch.float8_e4m3fn
+    worker._kv_cache_dtype = "float8_e4m3fn"
     worker.kv_arena = worker._make_arena(worker.kv_arena.shape[1])
 
 

@@ -4,7 +4,7 @@ whatever else runs, however its prompt is cut, whatever the cache holds, and if 
     pytest -m slow tests/python/engine/test_determinism.py      every combination, everywhere
 
 Without -m slow: every combination in bfloat16 on the best instruction set, and for the other
-weights and instruction sets some of each.
+weights, an int8 KV cache and the other instruction sets some of each.
 """
 
 import json
@@ -24,7 +24,7 @@ from loader.test_gguf_model import write_gguf
 from tiny_model import EOS, VOCAB_SIZE, make_tiny_model
 from vllm_lite import LLM, SamplingParams, ops
 
-WEIGHTS = ("bfloat16", "int8", "Q4_1")
+WEIGHTS = ("bfloat16", "int8", "Q4_1", "bfloat16, int8 KV")
 BATCHES = ("alone", 2, 17, 64, "random")
 CHUNKS = (0, 1, 7, 64)  # 0: whole prompts
 CACHES = ("cold", "hit", "partial hit")
@@ -80,6 +80,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dic
         "bfloat16": (str(tiny), {}),
         "int8": (str(tiny), {"quantization": "int8"}),
         "Q4_1": (str(path), {}),
+        "bfloat16, int8 KV": (str(tiny), {"kv_cache_dtype": "int8"}),
     }
 
 
@@ -95,7 +96,8 @@ class Engine:
     """An engine with one way of cutting prompts and one pool."""
 
     def __init__(self, model: str, options: dict[str, Any], chunk: int, pool: str) -> None:
-        block_bytes = 2 * 2 * 1 * BLOCK_SIZE * 64 * torch.bfloat16.itemsize
+        row_bytes = 64 + 4 if "kv_cache_dtype" in options else 64 * torch.bfloat16.itemsize
+        block_bytes = 2 * 2 * 1 * BLOCK_SIZE * row_bytes
         blocks = SMALL_POOL_BLOCKS if pool == "preempting" else 4096
         self.llm = LLM(
             model, dtype="bfloat16", max_model_len=MAX_LEN, num_threads=2, block_size=BLOCK_SIZE,

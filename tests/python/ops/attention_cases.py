@@ -1,14 +1,14 @@
 """Cases of paged_attention, store_kv and copy_blocks for the op table."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
 import torch
 
 from ops.back_ends import runs_cuda_kernels
-from ops.kv_layout import as_plain
+from ops.kv_layout import as_int8, as_plain, dequantised
 from ops.op_table import FLOAT_DTYPES, OpCase, Result, normal
 from vllm_lite import ops
 
@@ -26,18 +26,22 @@ class Shape:
     sliding_window: int = 0
     soft_cap: float = 0.0
     alibi: bool = False
+    int8: bool = False
 
 
 def _arena(shape: Shape, num_blocks: int, dtype: torch.dtype) -> torch.Tensor:
     """NaN everywhere, as no slot that was not stored may be looked at."""
     size = (num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_size)
-    return torch.full(size, math.nan, dtype=dtype)
+    plain = torch.full(size, math.nan, dtype=dtype)
+    return as_int8(plain) if shape.int8 else plain
 
 
 def _attention(shape: Shape, generator: torch.Generator, dtype: torch.dtype) -> Result:
     on_cuda = runs_cuda_kernels()
     if on_cuda and dtype == torch.float32:
         pytest.skip("float32 has no CUDA kernel")
+    if on_cuda and shape.int8:
+        pytest.skip("int8 has no CUDA kernel")
     num_heads = shape.num_kv_heads * shape.group
     num_blocks = [-(-length // shape.block_size) for _, length in MIX]
     order = torch.randperm(sum(num_blocks), generator=generator).int()
@@ -59,6 +63,8 @@ def _attention(shape: Shape, generator: torch.Generator, dtype: torch.dtype) -> 
         ops.store_kv(key, value, arena, slots + token % shape.block_size)
         largest = max(largest, value.abs().max().item())
         queries.append(query)
+        if shape.int8:
+            key, value = dequantised(key), dequantised(value)
         expected.append(_reference(shape, query, key, value, scale, slopes))
     query = torch.cat(queries)
     out = torch.empty_like(query)
@@ -79,7 +85,10 @@ def _attention(shape: Shape, generator: torch.Generator, dtype: torch.dtype) -> 
         slopes,
     )
     # Tensor cores take the weights in 16 bits: half a unit of their last place.
+    # With int8 keys the query has 16 bits.
     absolute = torch.finfo(dtype).eps / 2 * largest if on_cuda else 0.0
+    if shape.int8:
+        absolute = 2**-15 * largest
     return Result({"out": out}, {"out": torch.cat(expected)}, absolute=absolute)
 
 
@@ -115,13 +124,17 @@ def _store(shape: Shape, generator: torch.Generator, dtype: torch.dtype) -> Resu
     key, value = fused[:, shape.num_kv_heads :].chunk(2, dim=1)
     slots = torch.randperm(num_blocks * shape.block_size, generator=generator)[:num_tokens]
     slots[::5] = -1
+    if shape.int8 and runs_cuda_kernels():
+        pytest.skip("int8 has no CUDA kernel")
     arena = torch.zeros_like(_arena(shape, num_blocks, dtype))
-    expected = arena.clone()
+    expected = torch.zeros_like(_arena(replace(shape, int8=False), num_blocks, dtype))
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             block, offset = divmod(slot, shape.block_size)
             expected[block, 0, :, offset], expected[block, 1, :, offset] = key[token], value[token]
     ops.store_kv(key, value, arena, slots)
+    if shape.int8:
+        return Result({"arena": arena}, {"arena": as_int8(expected)}, exact=True)
     return Result({"arena": as_plain(arena)}, {"arena": expected.double()}, exact=True)
 
 
@@ -146,11 +159,16 @@ _ATTENTION_SHAPES = {
 }
 _MOVE_SHAPES = {f"head {size}": Shape(head_size=size) for size in HEAD_SIZES}
 
+
+def _with_int8(shapes: dict[str, Shape]) -> dict[str, Shape]:
+    return shapes | {f"int8 {name}": replace(shape, int8=True) for name, shape in shapes.items()}
+
+
 CASES = [
     OpCase(op, name, dtype, partial(run, shape))
     for op, run, shapes in (
-        ("paged_attention", _attention, _ATTENTION_SHAPES),
-        ("store_kv", _store, _MOVE_SHAPES),
+        ("paged_attention", _attention, _with_int8(_ATTENTION_SHAPES)),
+        ("store_kv", _store, _with_int8(_MOVE_SHAPES)),
         ("copy_blocks", _copy, _MOVE_SHAPES),
     )
     for name, shape in shapes.items()

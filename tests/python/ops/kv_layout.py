@@ -26,3 +26,34 @@ def _with_keys(cache: torch.Tensor, from_plain: bool) -> torch.Tensor:
     parts = (STRIP_TOKENS, num_words) if from_plain else (num_words, STRIP_TOKENS)
     strips = keys.unflatten(2, (-1, STRIP_TOKENS)).flatten(3).unflatten(3, (*parts, word))
     return torch.stack([strips.transpose(3, 4).reshape(keys.shape), values], 1)
+
+
+# ---- int8
+
+
+def quantised(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int8, float32 scales) of vectors ``[..., head_size]`` and ``[...]``."""
+    plain = plain.float()
+    largest = plain.abs().amax(-1)  # NaN if there is one
+    largest[largest.isinf()] = torch.nan
+    most = torch.tensor(127.0).expand_as(largest)  # a number would be divided in two roundings
+    inverses = torch.where(largest.isnan(), 0.0, most / largest.clamp(min=2.0**-100))
+    integers = (plain * inverses[..., None]).round()
+    return integers.nan_to_num(nan=-127).to(torch.int8), largest / most
+
+
+def dequantised(plain: torch.Tensor) -> torch.Tensor:
+    """float64: what an int8 cache holds of vectors ``[..., head_size]``."""
+    integers, scales = quantised(plain)
+    return integers.double() * scales.double()[..., None]
+
+
+def as_int8(plain: torch.Tensor) -> torch.Tensor:
+    """``[num_blocks, 2, num_kv_heads, block_size, head_size]`` as the CPU keeps it in int8:
+    ``head_size + 4`` in the last dimension.
+    """
+    integers, scales = quantised(plain)
+    *_, block_size, head_size = plain.shape
+    strips = as_stored(integers).unflatten(3, (-1, STRIP_TOKENS)).flatten(4)
+    behind = scales.unflatten(3, (-1, STRIP_TOKENS)).contiguous().view(torch.int8)
+    return torch.cat([strips, behind], -1).view(*plain.shape[:3], block_size, head_size + 4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ops.back_ends import CUDA_BACK_ENDS, make_plan
-from ops.kv_layout import as_plain, as_stored
+from ops.kv_layout import as_int8, as_plain, as_stored
 from vllm_lite import ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -116,6 +116,7 @@ def run(
     plan_window: int | None = None,
     fp8_scales: tuple[float, float] | None = None,
     share_blocks: bool = False,
+    int8: bool = False,
 ) -> list[torch.Tensor]:
     """Stores the sequences into a cache of shuffled blocks and attends; one result per sequence.
 
@@ -123,6 +124,7 @@ def run(
     num_multiprocessors, plan_window: what a CUDA back end's plan is made for; by default, an H200
     and the window. fp8_scales: the cache is FP8, and these are k_scale and v_scale. share_blocks:
     as after hits in the prefix cache, whole blocks that sequences begin with are stored once.
+    int8: the cache is int8, of the CPU.
     """
     _, num_kv_heads, head_size = sequences[0].key.shape
     dtype = sequences[0].key.dtype
@@ -152,7 +154,7 @@ def run(
             for block in range(max(0, first_seen) // block_size):
                 kv_cache[block_tables[row, block]] = unused
                 block_tables[row, block] = 2**30
-    kv_cache = as_stored(kv_cache)
+    kv_cache = as_int8(kv_cache) if int8 else as_stored(kv_cache)
     # query and out are views into wider rows, as a fused qkv projection leaves them.
     query = torch.cat([s.query for s in sequences])
     heads = query.shape[1]

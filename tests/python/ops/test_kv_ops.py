@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ops.kv_layout import as_int8
 from ops.op_table import FLOAT_DTYPES, normal, rotary_table
 from vllm_lite import ops
 
@@ -17,7 +18,8 @@ def kv(dtype: torch.dtype, tokens: int, head_size: int) -> tuple[torch.Tensor, t
 
 
 def empty_cache(dtype: torch.dtype, head_size: int) -> torch.Tensor:
-    return torch.full((5, 2, 3, BLOCK_SIZE, head_size), 7.0).to(dtype)
+    plain = torch.full((5, 2, 3, BLOCK_SIZE, head_size), 7.0)
+    return as_int8(plain) if dtype == torch.int8 else plain.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -49,17 +51,47 @@ def test_a_float8_cache_is_refused_on_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "head_size", "message"),
-    [(24, 64, "multiple of 16 .*, not 24 and 64"), (16, 21, ".* head_size even, not 16 and 21")],
+    ("block_size", "head_size", "dtype", "message"),
+    [
+        (24, 64, torch.float32, "multiple of 16 .*, not 24 and 64"),
+        (16, 21, torch.float32, ".* head_size of 2, not 16 and 21"),
+        (16, 72, torch.int8, ".* head_size of 16, not 16 and 72"),
+    ],
 )
 def test_a_cache_without_the_cpu_layout_is_refused(
-    block_size: int, head_size: int, message: str, isa: str
+    block_size: int, head_size: int, dtype: torch.dtype, message: str, isa: str
 ) -> None:
     key, value = kv(torch.float32, 2, head_size)
-    cache = torch.zeros(2, 2, 3, block_size, head_size)
+    row = head_size + 4 * (dtype == torch.int8)
+    cache = torch.zeros(2, 2, 3, block_size, row, dtype=dtype)
     with pytest.raises(RuntimeError, match=f"store_kv: on CPU block_size must be a {message}"):
         ops.store_kv(key, value, cache, torch.tensor([0, 1]))
     assert cache.eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_an_int8_cache_holds_each_vector_times_its_scale(dtype: torch.dtype, isa: str) -> None:
+    key, value = kv(dtype, 20, 64)
+    key[0], value[1, 2] = 0.0, 0.0
+    key[2, 0, 9], value[3, 1, 63] = float("nan"), float("-inf")
+    key[4], value[4] = key[4] * 1e-38, value[4] * 1e-6
+    # Halves between two integers go to the even one.
+    key[5] = torch.arange(64) / 2 - 16
+    key[5, :, 0] = 127.0
+    slots = torch.randperm(5 * BLOCK_SIZE)[:20]
+    slots[7] = -1
+    plain = torch.full((5, 2, 3, BLOCK_SIZE, 64), 7.0)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            plain[slot // BLOCK_SIZE, 0, :, slot % BLOCK_SIZE] = key[token].float()
+            plain[slot // BLOCK_SIZE, 1, :, slot % BLOCK_SIZE] = value[token].float()
+    cache = empty_cache(torch.int8, 64)
+    ops.store_kv(key, value, cache, slots)
+    expected = as_int8(plain)
+    # A NaN may have any bits: compare what stands in the last strip apart.
+    actual_floats, floats = (c.contiguous().view(torch.float32) for c in (cache, expected))
+    same = cache.view(torch.int32) == expected.view(torch.int32)
+    assert (same | (actual_floats.isnan() & floats.isnan())).all()
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
@@ -104,6 +136,25 @@ def test_fused_is_bit_equal_to_rope_and_store_in_a_float8_cache(
     head_size: int, rotary_size: int, dtype: torch.dtype, cuda_back_end: str
 ) -> None:
     check_fused(head_size, rotary_size, dtype, FLOAT8)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize(("head_size", "rotary_size"), [(64, 64), (80, 32)])
+def test_fused_is_bit_equal_to_rope_and_store_in_an_int8_cache(
+    head_size: int, rotary_size: int, dtype: torch.dtype, isa: str
+) -> None:
+    check_fused(head_size, rotary_size, dtype, torch.int8)
+
+
+def test_int8_blocks_move_with_their_scales(isa: str) -> None:
+    arena = torch.randint(-128, 128, (3, 6, 2, 2, BLOCK_SIZE, 68), dtype=torch.int8)
+    expected = arena.clone()
+    expected[:, 4] = expected[:, 1]
+    ops.copy_blocks(arena, torch.tensor([(1, 4)], dtype=torch.int32))
+    assert torch.equal(arena, expected)
+    other = torch.zeros(3, 2, 2, 2, BLOCK_SIZE, 68, dtype=torch.int8)
+    ops.swap_blocks(arena, other, torch.tensor([(4, 1)], dtype=torch.int32))
+    assert torch.equal(other[:, 1], arena[:, 1])
 
 
 @pytest.mark.parametrize("slot", [40, 2**31, 2**32, 2**40, -(2**40)])
