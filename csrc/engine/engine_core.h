@@ -10,8 +10,8 @@
 // torch or a socket.
 //
 // With async_scheduling a plan may go out while the step before is in flight, so that the worker
-// never waits for the next one; else each step ends before the next is planned. A worker that is
-// called, not sent to, has nothing to gain from it.
+// never waits for the next one; else each step ends before the next is planned. A worker in this
+// process gains by it if its device works by itself.
 //
 // Threads: submit(), abort(), the outbox, stats() and stop() may be called from any; all the rest
 // belongs to one. The inbox is read when a step is planned.

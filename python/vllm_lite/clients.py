@@ -1,6 +1,5 @@
 """How a front end reaches its engine core: in this process, or over ZeroMQ in another one."""
 
-import logging
 import os
 import weakref
 from contextlib import suppress
@@ -26,8 +25,6 @@ from vllm_lite.model_files import ModelFiles
 from vllm_lite.processes import EngineProcesses, Progress
 from vllm_lite.token_table import TokenTableData
 from vllm_lite.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 
 class CoreClient(Protocol):
@@ -82,7 +79,11 @@ def deliver(core: _core.EngineCore, message: ToEngineCore) -> None:
 
 
 class InProcessClient:
-    """Engine core and worker as objects of this process; ``receive`` runs one step."""
+    """Engine core and worker as objects of this process; ``receive`` drives both.
+
+    Where scheduling is asynchronous and the device works by itself, a step stays in flight between
+    two calls, and the next one is launched before its result is waited for.
+    """
 
     client_id = 0
 
@@ -96,18 +97,19 @@ class InProcessClient:
         progress: Progress | None,
     ) -> None:
         # Imports torch, which front ends with a worker elsewhere do without.
-        from vllm_lite.worker.worker import Worker
+        from vllm_lite.worker.worker import BegunStep, Worker
 
         self._worker: Worker = Worker(config, resolved, files, model_config, progress)
-        # Not asynchronous: a call of the worker returns with its step's result.
+        self._is_async = self._worker.resolved.async_scheduling
         self._core: _core.EngineCore = make_core(
             config,
             self._worker.resolved,
             model_config,
             tokenizer.token_table(),
             1,
-            async_scheduling=False,
+            self._is_async,
         )
+        self._in_flight: BegunStep | None = None
         self._is_closed = False
 
     def send(self, message: AddRequest | AbortRequests) -> None:
@@ -117,34 +119,34 @@ class InProcessClient:
         try:
             return self._receive()
         except BaseException:
-            # KeyboardInterrupt, anywhere: the step under way is lost, and with it its requests.
+            # KeyboardInterrupt, anywhere: the steps under way are lost, and with them their
+            # requests. What the device still does of them comes before all that follows.
+            self._in_flight = None
             with suppress(_core.InternalError):  # there is none
                 self._core.fail_step("interrupted")
             raise
 
     def _receive(self) -> EngineOutputs:
         while True:
+            before = self._in_flight
             plan = self._core.begin_step()
-            if plan is not None:
-                self._run(plan)
+            begun = None if plan is None else self._worker.begin(plan)
+            self._in_flight = begun
+            if before is not None:
+                self._core.finish_step(before.answer())
+            if begun is not None and not (self._is_async and begun.is_pending):
+                self._in_flight = None
+                self._core.finish_step(begun.answer())
             news = self._core.take_outputs(self.client_id)
             if news is not None:
                 return decode_outputs(news)
-            if plan is None:
+            if before is None and begun is None:
                 raise EngineDeadError("the engine has nothing to do, but requests are unfinished")
-
-    def _run(self, plan: memoryview) -> None:
-        try:
-            result = self._worker.execute(plan)
-        except Exception as error:
-            logger.exception("a step failed")
-            self._core.fail_step(f"{type(error).__name__}: {error}")
-        else:
-            self._core.finish_step(result)
 
     def receive_now(self) -> EngineOutputs | None:
         if self._core.begin_step() is not None:
             self._core.fail_step("nobody waits for this request")
+            self._in_flight = None
         news = self._core.take_outputs(self.client_id)
         return None if news is None else decode_outputs(news)
 
@@ -153,7 +155,9 @@ class InProcessClient:
             return
         self._is_closed = True
         self._core.stop()
-        del self._core, self._worker
+        if self._in_flight is not None:
+            self._in_flight.answer()  # the device is done with what is freed now
+        del self._core, self._worker, self._in_flight
 
 
 class ProcessClient:

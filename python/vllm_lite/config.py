@@ -201,7 +201,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
     max_model_len: int
     num_blocks: int | None  # None: for the worker to find out
     block_bytes: int  # K and V of one block in all layers
-    async_scheduling: bool  # if the worker is a process of its own
+    async_scheduling: bool
 
 
 def kv_row_size(head_size: int, kv_cache_dtype: str) -> int:

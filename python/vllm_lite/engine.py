@@ -167,11 +167,12 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Waits for the next news and returns it.
 
-        In one process this runs one step of the model. The list may be empty: a prompt was computed
-        in part, the output kind asks for silence, or nothing is unfinished. A request that failed
-        ends with finish_reason "error" and says why in ``error``; others go on. Raises
-        ``EngineDeadError`` if the engine is gone. An exception such as KeyboardInterrupt aborts
-        every request, since outputs may be lost.
+        In one process this runs one step of the model; where scheduling is asynchronous, it begins
+        one and waits for the one before. The list may be empty: a prompt was computed in part, the
+        output kind asks for silence, or nothing is unfinished. A request that failed ends with
+        finish_reason "error" and says why in ``error``; others go on. Raises ``EngineDeadError`` if
+        the engine is gone. An exception such as KeyboardInterrupt aborts every request, since
+        outputs may be lost.
         """
         self.check_usable()
         if not self._requests:

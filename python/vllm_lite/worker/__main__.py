@@ -1,6 +1,5 @@
 """The worker's process: takes plans from one ring and puts results into the other."""
 
-import logging
 from pathlib import Path
 
 import msgspec
@@ -11,8 +10,6 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.model_config import load_model_config
 from vllm_lite.model_files import ModelFiles
 
-logger = logging.getLogger("vllm_lite.worker")
-
 # The ring takes a time limit; the process ends by itself when its parent does.
 _FOREVER_MS = 1 << 40
 
@@ -20,9 +17,7 @@ _FOREVER_MS = 1 << 40
 def serve(channel: Channel) -> None:
     options = channel.receive()
 
-    from vllm_lite.worker.sampler import PendingResult
-    from vllm_lite.worker.step_plan import encode_error, step_words_of
-    from vllm_lite.worker.worker import Worker
+    from vllm_lite.worker.worker import BegunStep, Worker
 
     config = msgspec.convert(options["config"], EngineConfig)
     plans = _core.ShmRing(options["plan_fd"])
@@ -41,40 +36,26 @@ def serve(channel: Channel) -> None:
     channel.send({"event": "ready"})
     step_timeout = int(config.step_timeout * 1000)
 
-    def answer(words: list[int], pending: PendingResult | str) -> bytes:
-        if isinstance(pending, str):
-            return encode_error(words, pending)
-        try:
-            return pending.wait()
-        except Exception as error:
-            logger.exception("a step failed")
-            return encode_error(words, f"{type(error).__name__}: {error}")
-
     def push(result: bytes) -> None:
         if not results.push(result, step_timeout):
             raise RuntimeError("the engine core takes no results any more")
 
-    unanswered: tuple[list[int], PendingResult | str] | None = None
+    unanswered: BegunStep | None = None
     while True:
         # A step is begun before the one before is answered, if its plan is there already.
         plan = plans.peek(_FOREVER_MS if unanswered is None else 0)
-        begun: tuple[list[int], PendingResult | str] | None = None
+        begun: BegunStep | None = None
         if plan is not None:
-            try:
-                begun = step_words_of(plan), worker.launch(plan)
-            except Exception as error:
-                logger.exception("a step failed")
-                begun = step_words_of(plan), f"{type(error).__name__}: {error}"
-            finally:
-                plan.release()
-                plans.release()
+            begun = worker.begin(plan)
+            plan.release()
+            plans.release()
         if unanswered is not None:
-            push(answer(*unanswered))
+            push(unanswered.answer())
             unanswered = None
-        if begun is not None and isinstance(begun[1], PendingResult) and begun[1].is_pending:
+        if begun is not None and begun.is_pending:
             unanswered = begun
         elif begun is not None:
-            push(answer(*begun))
+            push(begun.answer())
 
 
 if __name__ == "__main__":

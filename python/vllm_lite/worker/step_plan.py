@@ -129,7 +129,8 @@ def encode_result(
 
 def encode_error(step_words: list[int], message: str) -> bytes:
     # Bounded, so that it fits into the ring: torch's messages can be pages long.
-    text = message.encode()[:_MAX_ERROR_BYTES].decode(errors="ignore").encode()
+    whole = message.encode(errors="replace")  # it may hold lone surrogates
+    text = whole[:_MAX_ERROR_BYTES].decode(errors="ignore").encode()
     body = text + b"\0" * (-len(text) % 4)
     return _header(step_words, len(body), 0, -1, 1, len(text)) + body
 

@@ -18,7 +18,7 @@ from vllm_lite.worker.cuda import DecodeGraphs, check_device, measured_kv_memory
 from vllm_lite.worker.largest_step import largest_plan
 from vllm_lite.worker.sampler import PendingResult, Sampler
 from vllm_lite.worker.step_inputs import InputSizes, StepInputs, upload
-from vllm_lite.worker.step_plan import StepPlan
+from vllm_lite.worker.step_plan import StepPlan, encode_error, step_words_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,33 @@ def _check_not_forked() -> None:
             "multiprocess=True, or start this process with multiprocessing's 'spawn' method"
         )
     _threads_pid = os.getpid()
+
+
+class BegunStep:
+    """A step that the worker has begun, or has failed to begin."""
+
+    def __init__(self, step_words: list[int], result: PendingResult | Exception) -> None:
+        self._step_words = step_words
+        self._result = result
+
+    @property
+    def is_pending(self) -> bool:
+        """The device is at it; ``answer`` would wait."""
+        return isinstance(self._result, PendingResult) and self._result.is_pending
+
+    def answer(self) -> bytes:
+        """The words of its result, or of its error."""
+        if isinstance(self._result, Exception):
+            return _error_words(self._step_words, self._result)
+        try:
+            return self._result.wait()
+        except Exception as error:
+            logger.exception("a step failed")
+            return _error_words(self._step_words, error)
+
+
+def _error_words(step_words: list[int], error: Exception) -> bytes:
+    return encode_error(step_words, f"{type(error).__name__}: {error}")
 
 
 class Worker:
@@ -131,6 +158,15 @@ class Worker:
     def execute(self, plan_bytes: memoryview | bytes) -> bytes:
         """Runs one step; returns the words of its result (csrc/scheduler/step_plan.h)."""
         return self.launch(plan_bytes).wait()
+
+    def begin(self, plan_bytes: memoryview | bytes) -> BegunStep:
+        """Launches a step. What goes wrong, here or later, is its answer."""
+        step_words = step_words_of(plan_bytes)
+        try:
+            return BegunStep(step_words, self.launch(plan_bytes))
+        except Exception as error:
+            logger.exception("a step failed")
+            return BegunStep(step_words, error)
 
     @torch.inference_mode()
     def launch(self, plan_bytes: memoryview | bytes) -> PendingResult:

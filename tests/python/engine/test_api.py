@@ -509,18 +509,18 @@ def test_a_failed_step_ends_its_requests_and_others_go_on(
 ) -> None:
     from vllm_lite.worker.worker import Worker
 
-    execute = Worker.execute
+    launch = Worker.launch
     calls = 0
 
-    def failing(worker: Worker, plan: memoryview) -> bytes:
+    def failing(worker: Worker, plan: memoryview) -> object:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise MemoryError("no room for activations")
-        return execute(worker, plan)
+        return launch(worker, plan)
 
     expected = drained_ids(engine, "unharmed")
-    monkeypatch.setattr(Worker, "execute", failing)
+    monkeypatch.setattr(Worker, "launch", failing)
     engine.add_request("harmed", "The", greedy(n=2, temperature=1))
     outputs = []
     while not outputs or not outputs[-1].finished:
@@ -545,19 +545,19 @@ def drained_ids(engine: Engine, name: str) -> list[int]:
 def test_llm_returns_the_others_when_one_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_lite.worker.worker import Worker
 
-    execute = Worker.execute
+    launch = Worker.launch
     monkeypatch.setattr(llm.engine.config, "max_num_waiting", 1)  # so that they run one by one
     calls = 0
 
-    def failing(worker: Worker, plan: memoryview) -> bytes:
+    def failing(worker: Worker, plan: memoryview) -> object:
         nonlocal calls
         calls += 1
         if calls == 14:
             raise RuntimeError("one step fails")
-        return execute(worker, plan)
+        return launch(worker, plan)
 
     expected = ids_of(run(llm, PROMPTS[:3]))
-    monkeypatch.setattr(Worker, "execute", failing)
+    monkeypatch.setattr(Worker, "launch", failing)
     outputs = run(llm, PROMPTS[:3])
     assert [output.error for output in outputs] == [None, "RuntimeError: one step fails", None]
     assert ids_of(outputs)[::2] == expected[::2]
@@ -582,22 +582,22 @@ def test_interrupt_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.Monkey
     from vllm_lite.worker.worker import Worker
 
     expected = ids_of(run(llm, PROMPTS[:2]))
-    execute = Worker.execute
+    launch = Worker.launch
     for when in ("before", "after"):
         calls = 0
 
-        def interrupted(worker: Worker, plan: memoryview, when: str = when) -> bytes:
+        def interrupted(worker: Worker, plan: memoryview, when: str = when) -> object:
             nonlocal calls
             calls += 1
-            result = execute(worker, plan) if when == "after" or calls != 3 else b""
+            result = launch(worker, plan) if when == "after" or calls != 3 else None
             if calls == 3:
                 raise KeyboardInterrupt
             return result
 
-        monkeypatch.setattr(Worker, "execute", interrupted)
+        monkeypatch.setattr(Worker, "launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(llm, PROMPTS[:4])
-        monkeypatch.setattr(Worker, "execute", execute)
+        monkeypatch.setattr(Worker, "launch", launch)
         assert not llm.engine.has_unfinished_requests()
         assert ids_of(run(llm, PROMPTS[:2])) == expected
         assert llm.engine.stats().kv_used_blocks == 0

@@ -1,9 +1,11 @@
 """Asynchronous scheduling changes when a plan leaves, never what a request gives."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from engine.delayed import DelayedDevice
 from tiny_model import block_bytes
 from vllm_lite import Engine, RequestOutput, SamplingParams
 from vllm_lite.arguments import parse
@@ -36,12 +38,15 @@ def params_of(index: int) -> SamplingParams:
     return SamplingParams(**options)
 
 
-def generate(model: str, async_scheduling: bool) -> tuple[dict[str, RequestOutput], int]:
+def generate(
+    model: str, async_scheduling: bool, multiprocess: bool = False
+) -> tuple[dict[str, RequestOutput], int]:
     """(the last output of each request, preemptions) of 24 requests of which some are aborted."""
     last: dict[str, RequestOutput] = {}
     with Engine(
-        model, multiprocess=True, num_threads=1, async_scheduling=async_scheduling, **SMALL_POOL
-    ) as engine:
+        model, multiprocess=multiprocess, num_threads=1, async_scheduling=async_scheduling,
+        **SMALL_POOL,
+    ) as engine:  # fmt: skip
         for index in range(24):
             prompt = PROMPTS[index % len(PROMPTS)]
             engine.add_request(str(index), prompt, params_of(index))
@@ -60,10 +65,25 @@ def generate(model: str, async_scheduling: bool) -> tuple[dict[str, RequestOutpu
     }, stats.num_preemptions
 
 
-def test_tokens_and_logprobs_are_those_of_the_synchronous_engine(tiny_model: str) -> None:
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> DelayedDevice:
+    return DelayedDevice(monkeypatch)
+
+
+@pytest.mark.parametrize("multiprocess", [False, True], ids=["in process", "in processes"])
+def test_tokens_and_logprobs_are_those_of_the_synchronous_engine(
+    tiny_model: str, multiprocess: bool, device: DelayedDevice
+) -> None:
     expected, _ = generate(tiny_model, False)
-    outputs, num_preemptions = generate(tiny_model, True)
+    assert set(device.in_flight_at_launch) == {0}
+    device.in_flight_at_launch.clear()
+    outputs, num_preemptions = generate(tiny_model, True, multiprocess)
     assert num_preemptions > 0
+    if not multiprocess:
+        # Some steps begin alone: after one that found no room, or ended the requests.
+        assert set(device.in_flight_at_launch) == {0, 1}
+        assert device.in_flight_at_launch.count(1) > device.num_launched / 2
+        assert device.num_placeholders > device.num_launched
     assert len(outputs) == len(expected) == 24
     reasons = set()
     for name, output in outputs.items():
@@ -76,8 +96,10 @@ def test_tokens_and_logprobs_are_those_of_the_synchronous_engine(tiny_model: str
             for got, want in zip(sample.logprobs or [], wanted.logprobs or [], strict=True):
                 assert got.keys() == want.keys()
                 for token, logprob in got.items():
-                    # Torch may add up in another order when other rows share the step.
-                    assert logprob.logprob == pytest.approx(want[token].logprob, abs=1e-3)
+                    assert (logprob.logprob, logprob.rank) == (
+                        want[token].logprob,
+                        want[token].rank,
+                    )
     assert reasons >= {("length", type(None)), ("stop", str), ("stop", int)}
 
 
@@ -146,6 +168,115 @@ def test_a_common_beginning_is_computed_once(tiny_model: str, async_scheduling: 
         alone, cached = generate("")
         assert cached == [0] * 12
         assert generate("common") == (alone, [0] + [80] * 11)
+
+
+# --- in one process -------------------------------------------------------------------------------
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(tiny_model: str, device: DelayedDevice) -> Iterator[Engine]:
+    with Engine(tiny_model, num_threads=1, max_model_len=64, async_scheduling=True) as engine:
+        yield engine
+        assert engine.stats().kv_used_blocks == 0
+
+
+def tokens_of(
+    engine: Engine, prompts: list[str], params: SamplingParams = GREEDY
+) -> list[tuple[list[int], str | None]]:
+    """What is left when everything is finished: (token ids, error) of each, in order."""
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"{index}", prompt, params)
+    last: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        last |= {output.request_id: output for output in engine.step()}
+    outputs = [last[str(index)] for index in range(len(prompts))]
+    return [(output.outputs[0].token_ids, output.error) for output in outputs]
+
+
+def test_abort_with_steps_in_flight(engine: Engine, device: DelayedDevice) -> None:
+    expected = tokens_of(engine, PROMPTS[:3])
+    for num_steps in range(1, 10):
+        engine.add_request("aborted", "The quick", SamplingParams(max_tokens=40, ignore_eos=True))
+        for _ in range(num_steps):
+            engine.step()
+        assert len(device.queue) == 1
+        engine.abort_request("aborted")
+        if num_steps % 2 == 0:
+            assert engine.stats().num_running == 0  # seen without a step of another
+        assert tokens_of(engine, PROMPTS[:3]) == expected
+
+
+@pytest.mark.parametrize("where", ["launch", "wait"])
+def test_a_failed_step_ends_its_requests_and_others_go_on(
+    engine: Engine, device: DelayedDevice, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = tokens_of(engine, PROMPTS[:4])
+    for number in range(1, 8):
+        # A lone surrogate cannot be sent as it is.
+        error = MemoryError("no room \udc80 for activations")
+        errors = device.launch_errors if where == "launch" else device.wait_errors
+        errors[device.num_launched + number] = error
+        made = tokens_of(engine, PROMPTS[:2])
+        for (tokens, message), (whole, _) in zip(made, expected, strict=False):
+            assert message == "MemoryError: no room ? for activations"
+            # The steps before have given their tokens, the one after has not.
+            assert tokens == whole[:number]
+        assert "no room" in caplog.text
+        caplog.clear()
+        assert tokens_of(engine, PROMPTS[:4]) == expected
+
+
+def test_who_waits_while_a_step_fails_comes_next(tiny_model: str, device: DelayedDevice) -> None:
+    """While the step planned on top of the one that failed is still on the device."""
+    options = {"num_threads": 1, "max_model_len": 64, "max_num_seqs": 1}
+    with Engine(tiny_model, async_scheduling=True, **options) as engine:
+        (first, _), second, third = tokens_of(engine, PROMPTS[:3])
+        for number in range(7):
+            device.wait_errors[device.num_launched + number] = RuntimeError("this step fails")
+            assert tokens_of(engine, PROMPTS[:3]) == [
+                (first[:number], "RuntimeError: this step fails"), second, third
+            ]  # fmt: skip
+            assert engine.stats().kv_used_blocks == 0
+            device.wait_errors.clear()
+
+
+@pytest.mark.parametrize("where", ["launch", "wait"])
+def test_interrupt_with_a_step_in_flight_leaves_the_engine_usable(
+    engine: Engine, device: DelayedDevice, where: str
+) -> None:
+    expected = tokens_of(engine, PROMPTS[:4])
+    for number in range(1, 5):
+        errors = device.launch_errors if where == "launch" else device.wait_errors
+        errors[device.num_launched + number] = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            tokens_of(engine, PROMPTS[:2])
+        assert not engine.has_unfinished_requests()
+        assert engine.stats().kv_used_blocks == 0
+        assert tokens_of(engine, PROMPTS[:4]) == expected
+
+
+def test_close_waits_for_the_step_in_flight(tiny_model: str, device: DelayedDevice) -> None:
+    engine = Engine(tiny_model, num_threads=1, max_model_len=64, async_scheduling=True)
+    engine.add_request("a", "The", GREEDY)
+    while not engine.step():
+        pass
+    (step,) = device.queue
+    engine.close()
+    assert step.result is not None
+    engine.close()
+
+
+def test_close_after_a_failure_on_the_device(tiny_model: str, device: DelayedDevice) -> None:
+    engine = Engine(tiny_model, num_threads=1, max_model_len=64, async_scheduling=True)
+    engine.add_request("a", "The", GREEDY)
+    device.wait_errors[1] = RuntimeError("the device is gone")
+    while not engine.step():
+        pass
+    assert len(device.queue) == 1
+    engine.close()
+    assert not device.queue
 
 
 def test_option() -> None:
