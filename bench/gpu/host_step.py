@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from end_to_end import SHAPES, make_model
 
-from vllm_lite import Engine, SamplingParams, _core, ops
-from vllm_lite.clients import InProcessClient, deliver
-from vllm_lite.requests import make_add_request
+from vllm_lite import Engine, SamplingParams, ops
+from vllm_lite.clients import InProcessClient
+from vllm_lite.messages import decode_outputs
 from vllm_lite.worker.sampler import PendingResult
 from vllm_lite.worker.step_inputs import InputSizes, StepInputs, load, upload
 from vllm_lite.worker.step_plan import StepPlan, encode_result
@@ -90,10 +90,12 @@ def make_worker(engine: Engine, num_seqs: int) -> tuple[Worker, InputSizes]:
     return worker, sizes
 
 
-def plans_of(core: _core.EngineCore, num_seqs: int, count: int, parts: Parts) -> list[bytes]:
+def plans_of(engine: Engine, num_seqs: int, count: int, parts: Parts) -> list[bytes]:
     """``count`` plans of decodes alone, each planned while the one before is in flight."""
+    assert isinstance(engine.client, InProcessClient)
+    core = engine.client._core
     plans: list[bytes] = []
-    plan_times, commit_times = [], []
+    plan_times, commit_times, front_times = [], [], []
     unanswered: list[StepPlan] = []
     while len(plans) < count:
         begin = time.perf_counter()
@@ -112,11 +114,16 @@ def plans_of(core: _core.EngineCore, num_seqs: int, count: int, parts: Parts) ->
         result = encode_result(oldest.step_words, oldest.num_logits, oldest.max_logprobs, tokens)
         begin = time.perf_counter()
         core.finish_step(result)
+        committed = time.perf_counter()
+        news = core.take_outputs(0)
+        assert news is not None
+        engine.process(decode_outputs(news))
         if oldest.num_placeholders == num_seqs:
-            commit_times.append(time.perf_counter() - begin)
-        core.take_outputs(0)
+            commit_times.append(committed - begin)
+            front_times.append(time.perf_counter() - committed)
     parts.report("engine core: plan", plan_times, 0)
     parts.report("engine core: commit, text and outputs of every sequence", commit_times, 0)
+    parts.report("front end, if in this process: RequestOutputs", front_times, 0)
     return plans
 
 
@@ -124,21 +131,19 @@ def num_table_updates(plan: StepPlan) -> int:
     return len(plan.split_changes(plan.changes).table_updates)
 
 
-def add_requests(core: _core.EngineCore, num_seqs: int, context: int) -> None:
+def add_requests(engine: Engine, num_seqs: int, context: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     for key in range(num_seqs):
         # Their tables grow in different steps.
         prompt = [2 + (7 * i + key) % 250 for i in range(context + key % BLOCK_SIZE)]
-        deliver(core, make_add_request(key, prompt, params, 0, "", (), 1 << 20))
+        engine.add_request(str(key), {"prompt_token_ids": prompt}, params)
 
 
 def bench(engine: Engine, num_seqs: int, context: int, repeats: int) -> None:
     parts = Parts(repeats)
     worker, sizes = make_worker(engine, num_seqs)
-    assert isinstance(engine.client, InProcessClient)
-    core = engine.client._core
-    add_requests(core, num_seqs, context)
-    plans = plans_of(core, num_seqs, 100, parts)
+    add_requests(engine, num_seqs, context)
+    plans = plans_of(engine, num_seqs, 100, parts)
     plan_bytes = max(plans, key=lambda words: num_table_updates(StepPlan(words)))
     plan = StepPlan(plan_bytes)
     words = torch.zeros(sizes.num_words(), dtype=torch.int32)
@@ -152,7 +157,7 @@ def bench(engine: Engine, num_seqs: int, context: int, repeats: int) -> None:
 
     load_alone()
     attention_plan, _, _, _, query_start, seq_lens, *_ = words.split_with_sizes(sizes.sections())
-    worker._sampler.sample = lambda *_: pending  # type: ignore[method-assign,assignment]
+    worker._sampler.sample = lambda *_: pending  # type: ignore[method-assign]
     pending = PendingResult(plan, torch.full((num_seqs,), 50, dtype=torch.int32))
     parts.measure("read the plan", lambda: StepPlan(plan_bytes))
     parts.measure("inputs from the plan (load_step)", load_alone)
@@ -175,7 +180,7 @@ def bench_sampler(parts: Parts, worker: Worker, plan: StepPlan) -> None:
     rows = torch.arange(plan.num_logits, dtype=torch.int32)
     logits = torch.zeros(plan.num_logits, 400)
     op = ops.sample
-    ops.sample = lambda *_: None  # type: ignore[assignment]
+    ops.sample = lambda *_: None
     try:
         parts.measure("the sampler, without its op and the result's copy",
                       lambda: worker._sampler.sample(logits, rows, rows, plan), 6)  # fmt: skip

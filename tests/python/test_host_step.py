@@ -19,7 +19,7 @@ def test_every_part_is_measured_and_every_call_of_the_device_is_counted() -> Non
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert all(0 < line["least_us"] <= line["us"] < 1e6 for line in lines)
     calls = {line["name"]: line["device_calls"] for line in lines}
-    assert len(calls) == len(lines) == 11
+    assert len(calls) == len(lines) == 12
     assert {name for name in calls if name.startswith("apply")} == {"apply 2 table updates"}
     # The launch holds the upload and the table updates.
     assert calls["the whole launch, without the sampler"] == 6
