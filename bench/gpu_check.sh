@@ -1,10 +1,19 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command: build, tests, benchmarks, compute-sanitizer.
 #
-#   bench/gpu_check.sh              on a machine with a GPU, nvcc and torch 2.11 or newer; no network
+#   bench/gpu_check.sh              on a machine with a GPU, nvcc, cmake, ninja, torch 2.11 or newer,
+#                                   pybind11, pytest and transformers; no network
 #   bench/gpu_check.sh --dry-run    the same stages on the host layer, to see that they work: the
 #                                   benchmarks run at tiny sizes and print no figures
 #   bench/gpu_check.sh attention    this stage alone, with what was built before; also several
+#
+# The engine needs msgspec and pyzmq besides, and FlashInfer (flashinfer-python) is compared with if
+# it is there. What such a machine lacks is carried to it as wheels in the folder wheels/, or $WHEELS:
+#
+#   pip download --only-binary=:all: --no-deps --python-version 3.12 -d wheels msgspec pyzmq
+#
+# Wheels of packages that the interpreter has already are left alone, the others are installed in
+# build/gpu_check/packages for this run.
 #
 # Writes <gpu>-<date>.json, .md and .log into bench/results (or $OUT, if set). A stage that fails,
 # runs out of time or lacks a Python package is recorded, and the next one runs.
@@ -37,6 +46,11 @@ done
 [ $# -gt 0 ] || wanted=$known
 
 python=${PYTHON:-python3}
+wheels=${WHEELS-wheels}
+[ -z "${WHEELS-}" ] || compgen -G "$WHEELS/*.whl" > /dev/null || {
+  echo "WHEELS=$WHEELS: no *.whl there" >&2
+  exit 2
+}
 budget=${BUDGET:-480}
 reserved=0 # seconds, of the stages to come
 for name in $wanted; do
@@ -44,7 +58,11 @@ for name in $wanted; do
 done
 out=${OUT:-bench/results}
 build=build/gpu_check
-export PYTHONPATH="$PWD/python:$PWD/tests/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+packages=$PWD/$build/packages
+export PYTHONPATH="$PWD/python:$PWD/tests/python:$packages${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONUNBUFFERED=1
+# The interpreter's own cmake and ninja, where there are no others.
+PATH+=:$(dirname "$(command -v "$python")")
 # Where the dry run's kernels are: built here, unless somebody has built them elsewhere.
 if [[ $wanted == *" build "* ]]; then
   export VLLM_LITE_TEST_BUILD=$build
@@ -67,14 +85,62 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 : > "$log"
 
-# Of these modules and commands (those with a hyphen), the ones that are not here.
+# Of these modules and commands (bin/<name>), the ones that are not here.
 missing() {
   "$python" - "$@" << 'END'
 import sys
 from importlib.util import find_spec
 from shutil import which
-print(*[name for name in sys.argv[1:] if (which if "-" in name else find_spec)(name) is None])
+for name in sys.argv[1:]:
+    if (which(name[4:]) if name.startswith("bin/") else find_spec(name)) is None:
+        print(name)
 END
+}
+
+# Says what a stage lacks, and which wheels would help.
+not_run() { # <name> <modules and commands>...
+  local stage=$1 name said= carry=
+  shift
+  for name in "$@"; do
+    said+=", ${name#bin/}"
+    case $name in
+      bin/*) ;;
+      zmq) carry+=", pyzmq" ;;
+      *) carry+=", $name" ;;
+    esac
+  done
+  echo "== $stage: not run, lacks ${said#, }"
+  [ -z "$carry" ] ||
+    echo "   put into ${wheels:-wheels}/ the wheels, for $("$python" -V), of: ${carry#, }"
+  record "$stage" "\"not run: lacks ${said#, }\"" 0
+}
+
+# The packages in the folder of wheels that the interpreter lacks.
+carried() {
+  "$python" - "$wheels" << 'END'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+for name in sorted({path.name.split("-")[0] for path in Path(sys.argv[1]).glob("*.whl")}):
+    try:
+        version(name)
+    except PackageNotFoundError:
+        print(name)
+END
+}
+
+# Puts them where the interpreter finds them.
+install_carried() {
+  local names
+  rm -rf "$packages"
+  [ -n "$wheels" ] || return 0
+  mapfile -t names < <(carried)
+  [ ${#names[@]} -gt 0 ] || return 0
+  echo "== wheels: ${names[*]}"
+  "$python" -m pip install -q --disable-pip-version-check --no-index --no-deps \
+    --find-links "$wheels" --target "$packages" "${names[@]}" >> "$log" 2>&1 && return
+  echo "   failed: $log"
+  record wheels 1 0
 }
 
 # Of a stage's output, a line per figure.
@@ -95,8 +161,8 @@ stage() {
   # shellcheck disable=SC2086
   lacks=$(missing $needs)
   if [ -n "$lacks" ]; then
-    echo "== $name: not run, lacks ${lacks// /, }"
-    record "$name" "\"not run: lacks ${lacks// /, }\"" 0
+    # shellcheck disable=SC2086
+    not_run "$name" $lacks
     return 0
   fi
   limit=$((budget - SECONDS - reserved))
@@ -125,7 +191,7 @@ build() {
   cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DVLLM_LITE_CUDA=$cuda \
     -DVLLM_LITE_TESTS=$host_layer -DPython_EXECUTABLE="$(command -v "$python")" &&
     cmake --build "$build" --target "${targets[@]}" &&
-    cp "$build"/csrc/bindings/*.so python/vllm_lite/
+    cp --remove-destination "$build"/csrc/bindings/*.so python/vllm_lite/
 }
 
 # run_tests <part, or ""> <path>...: the tests that need a device, or their twins on the host layer.
@@ -165,13 +231,16 @@ sanitized() { # <tool>
 export -f build run_tests sanitized
 export build dry python work under=
 
+install_carried
+toolchain="torch pybind11 bin/cmake bin/ninja"
+[ -n "$dry" ] || toolchain+=" bin/nvcc"
 engine="numpy torch msgspec zmq tokenizers jinja2 tqdm safetensors"
 sanitizer="torch numpy pytest"
-[ -n "$dry" ] || sanitizer+=" compute-sanitizer"
+[ -n "$dry" ] || sanitizer+=" bin/compute-sanitizer"
 engine_tests=tests/python/engine/test_cuda.py
 [ -z "$dry" ] || engine_tests=tests/python/engine/test_cuda_on_host.py
 
-stage build "torch pybind11" bash -c build
+stage build "$toolchain" bash -c build
 stage tests "torch numpy pytest" bash -c 'run_tests "" tests/python/ops'
 # shellcheck disable=SC2086
 {

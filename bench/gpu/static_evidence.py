@@ -15,8 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-from cuda_budget import ARCHITECTURE, parse, readable  # noqa: E402
+from cuda_budget import parse, readable  # noqa: E402
 
+ARCHITECTURE = "sm_90a"
 # Of an H100 or H200's multiprocessor.
 REGISTERS, WARPS, BLOCKS, SHARED_BYTES = 65536, 64, 32, 227 * 1024
 SHARED_BYTES_OF_A_BLOCK = 1024  # that the system takes
@@ -59,20 +60,25 @@ class Compiled:
     code: list[str]  # instructions, and labels with a colon
 
 
-def compile_source(source: str) -> dict[str, Compiled]:
-    """Its kernels by readable name."""
+def compile_source(source: Path) -> dict[str, Compiled]:
+    """The kernels of a *.cu by readable name."""
     with tempfile.TemporaryDirectory() as directory:
         cubin = Path(directory) / "kernels.cubin"
         done = subprocess.run(
-            ["nvcc", "-std=c++20", "-O3", "--fmad=false", ARCHITECTURE, "-Xptxas=-v", "-I",
-             ROOT / "csrc", "-cubin", ROOT / "csrc" / f"{source}.cu", "-o", cubin],
+            ["nvcc", "-std=c++20", "-O3", "--fmad=false", f"-arch={ARCHITECTURE}", "-Xptxas=-v",
+             "-I", ROOT / "csrc", "-cubin", source, "-o", cubin],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
-        text = subprocess.run(
+        listing = subprocess.run(
             ["nvdisasm", "-c", cubin], capture_output=True, text=True, check=True
         ).stdout
+    return kernels(done.stderr, listing)
+
+
+def kernels(said: str, listing: str) -> dict[str, Compiled]:
+    """Of what ptxas said and nvdisasm lists."""
     code: dict[str, list[str]] = {}
-    for part in re.split(r"^\.text\.", text, flags=re.M)[1:]:
+    for part in re.split(r"^\.text\.", listing, flags=re.M)[1:]:
         name, body = part.split(":", 1)
         lines = [re.sub(r"/\*.*?\*/", "", line).strip() for line in body.splitlines()]
         code[name] = [
@@ -80,7 +86,7 @@ def compile_source(source: str) -> dict[str, Compiled]:
             for line in lines
             if re.fullmatch(r"\.L_x_\d+:|\$\S+:|(@!?\w+ )?\s*[A-Z].*;", line) and "NOP" not in line
         ]
-    usage = parse(done.stderr)
+    usage = parse(said)[ARCHITECTURE]
     names = readable(list(code))
     return {
         short: Compiled(usage[name], code[name]) for short, name in zip(names, code, strict=True)
@@ -149,7 +155,10 @@ def row(kernel: Kernel, compiled: Compiled) -> str:
 
 
 def main() -> None:
-    sources = {kernel.source: compile_source(kernel.source) for kernel in KERNELS}
+    sources = {
+        source: compile_source(ROOT / "csrc" / f"{source}.cu")
+        for source in dict.fromkeys(kernel.source for kernel in KERNELS)
+    }
     titles = ("kernel", "registers, shared bytes", "threads, blocks", "KiB under way")
     titles += ("instructions, 16-byte moves, others", "instructions per move")
     print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")

@@ -3,7 +3,7 @@
 // tile and the values of this one are under way, a group turns the next scores into weights.
 //
 // The tiles, ranges and the order of every sum are those of the other kernels, and so are the bits
-// wherever wgmma sums as mma.sync does; uses_hopper() has seen whether it does.
+// wherever wgmma sums as mma.sync does; attention_instructions() has seen whether it does.
 #pragma once
 
 #include "attention/attention_warp.cuh"

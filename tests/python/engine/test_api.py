@@ -338,7 +338,7 @@ def test_parameters_that_fit_no_engine(options: dict[str, object], message: str)
         ({"max_num_waiting": 2**31}, "max_num_waiting must be"),
         ({"step_timeout": float("nan")}, "step_timeout"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching"),
-        ({"max_num_seqs": 65537}, "max_num_seqs must be .* to 65536, got 65537"),
+        ({"max_num_seqs": 65536}, "max_num_seqs must be .* to 65535, got 65536"),
         ({"kv_cache_memory": 1024}, "kv_cache_memory is 1024: set --kv-cache-memory to at least"),
         (
             {"kv_cache_memory": 2**31 * block_bytes()},

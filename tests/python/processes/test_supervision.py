@@ -286,7 +286,7 @@ def test_port_in_use_is_noticed_before_loading() -> None:
         (["--api-key", ""], ["api_keys"]),
         (["--shutdown-grace", "inf"], ["shutdown_grace", "inf", "1000000"]),
         (["--backlog", "99999999999"], ["backlog", "99999999999", "65535"]),
-        (["--max-num-seqs", "2147483647"], ["max_num_seqs", "2147483647", "65536"]),
+        (["--max-num-seqs", "2147483647"], ["max_num_seqs", "2147483647", "65535"]),
         (["--kv-cache-memory", "1000000G"], ["kv_cache_memory", "2147483647", "at most"]),
         (["--kv-cache-memory", "1K"], ["kv_cache_memory is 1024: set --kv-cache-memory to at"]),
         # LEN-03
