@@ -43,13 +43,14 @@ def build() -> None:
     """Builds what has changed. Raises RuntimeError with the output if that fails."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     launcher = (sys.executable, str(Path(__file__)), "--compile")
-    configure = [
+    configure: list[str | Path] = [
         "cmake", "-S", ROOT, "-B", BUILD, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}",
         "-DVLLM_LITE_CUDA=ON", f"-DCMAKE_CUDA_COMPILER_LAUNCHER={';'.join(launcher)}",
         f"-DCMAKE_CUDA_ARCHITECTURES={';'.join(f'{arch}-real' for arch in ARCHITECTURES)}",
         "-DCMAKE_CUDA_FLAGS=-Xptxas=-v", "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON",
     ]  # fmt: skip
-    for command in (configure, ["cmake", "--build", BUILD]):
+    commands: tuple[list[str | Path], ...] = (configure, ["cmake", "--build", BUILD])
+    for command in commands:
         done = subprocess.run(
             command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
         )

@@ -159,8 +159,10 @@ def main() -> None:
         source: compile_source(ROOT / "csrc" / f"{source}.cu")
         for source in dict.fromkeys(kernel.source for kernel in KERNELS)
     }
-    titles = ("kernel", "registers, shared bytes", "threads, blocks", "KiB under way")
-    titles += ("instructions, 16-byte moves, others", "instructions per move")
+    titles = (
+        "kernel", "registers, shared bytes", "threads, blocks", "KiB under way",
+        "instructions, 16-byte moves, others", "instructions per move",
+    )  # fmt: skip
     print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
     for kernel in KERNELS:
         print(row(kernel, sources[kernel.source][kernel.name]))

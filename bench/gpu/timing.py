@@ -77,7 +77,7 @@ class Bench:
             graph.replay()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e-3)
+            times.append(float(begin.elapsed_time(end)) * 1e-3)
         times = sorted(times[_WARM_UPS:])
         return times[len(times) // 2]
 
