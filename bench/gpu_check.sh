@@ -7,13 +7,14 @@
 #                                   benchmarks run at tiny sizes and print no figures
 #   bench/gpu_check.sh attention    this stage alone, with what was built before; also several
 #
-# The engine needs msgspec and pyzmq besides, and FlashInfer (flashinfer-python) is compared with if
-# it is there. What such a machine lacks is carried to it as wheels in the folder wheels/, or $WHEELS:
+# The engine needs msgspec and pyzmq besides, and the benchmarks compare with FlashInfer where it is
+# (flashinfer-python, and what that requires). What the machine lacks is carried to it as wheels, in
+# the folder wheels/ of the repository or in $WHEELS. For one with Python 3.12:
 #
 #   pip download --only-binary=:all: --no-deps --python-version 3.12 -d wheels msgspec pyzmq
 #
-# Wheels of packages that the interpreter has already are left alone, the others are installed in
-# build/gpu_check/packages for this run.
+# Wheels of packages that the interpreter has are left alone; the others are installed, each time, in
+# build/gpu_check/packages.
 #
 # Writes <gpu>-<date>.json, .md and .log into bench/results (or $OUT, if set). A stage that fails,
 # runs out of time or lacks a Python package is recorded, and the next one runs.
