@@ -234,7 +234,7 @@ export build dry python work under=
 
 install_carried
 toolchain="torch pybind11 bin/cmake bin/ninja"
-[ -n "$dry" ] || toolchain+=" bin/nvcc"
+[ -n "$dry${CUDACXX:-}" ] || toolchain+=" bin/nvcc"
 engine="numpy torch msgspec zmq tokenizers jinja2 tqdm safetensors"
 sanitizer="torch numpy pytest"
 [ -n "$dry" ] || sanitizer+=" bin/compute-sanitizer"

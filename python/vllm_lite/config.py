@@ -27,8 +27,7 @@ _NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second under WSL
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 _LONGEST_STEP = 1e9
-# Others: _INT32_MAX. Sequences: a step has a row of logits for each, and CUDA's grids of sampling
-# have a row in y, which ends at 65,535.
+# Others: _INT32_MAX. The sampling kernels count sequences in y of their grids, which CUDA limits.
 _MOST = {"kv_cache_memory": _INT64_MAX, "max_num_seqs": 65535, "block_size": 256}
 _LEAST = {
     "max_model_len": 1,
