@@ -245,8 +245,9 @@ Scheduler::AdmitResult Scheduler::try_admit(Sequence* sequence, int32_t headroom
   if (forked == ForkResult::kDone) {
     s.num_computed = s.num_prompt_tokens - 1;
   } else {
+    const bool is_last = running_.empty() || running_.before(*running_.back(), s);
     num_cached = cache_.admit(s.block_table, s.tokens, s.salt, s.num_tokens(), headroom,
-                              config_.min_awaited_tokens);
+                              is_last ? config_.min_awaited_tokens : 0);
     if (num_cached == KvCacheManager::kAwaits) return AdmitResult::kHeldBack;
     if (num_cached == KvCacheManager::kNoRoom) return AdmitResult::kNoRoom;
     s.num_computed = num_cached;

@@ -27,11 +27,13 @@
 // one in flight or a later one; then it is admitted with all of them as a hit. In chunks, too, it
 // hardly loses by that: where there is budget left to admit anybody, each of those running has got
 // its chunk, so that by itself it would not reach the end of the common part in an earlier step.
-// What it can lose is the rest of one step, which a short common part is not worth. Who is held
-// back keeps its place in the queue, counts neither for look_past nor as passed over, and is tried
-// again once the last of those tokens is computed or whoever was to compute it was preempted,
-// finished or failed: it waits only for sequences that run. Cost: while it waits O(1) a step
-// without a hash; before and after, the look-up of admission.
+// What it can lose is the rest of one step, which a short common part is not worth. It waits only
+// for sequences that are served before it: where one that comes after it in the queue's order runs,
+// it does not wait at all, since those that arrive between the two would be served before both. Who
+// is held back keeps its place in the queue, counts neither for look_past nor as passed over, and
+// is tried again once the last of those tokens is computed or whoever was to compute it was
+// preempted, finished or failed. Cost: while it waits O(1) a step without a hash; before and after,
+// the look-up of admission.
 //
 // Forks (Sequence::fork_parent): while the parent runs and computes its prompt, the sample stands
 // aside, outside the queue's order, holding up nobody. Then all prompt tokens but the last are

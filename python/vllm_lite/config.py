@@ -28,7 +28,12 @@ _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 _LONGEST_STEP = 1e9
 # Others: _INT32_MAX. The sampling kernels count sequences in y of their grids, which CUDA limits.
-_MOST = {"kv_cache_memory": _INT64_MAX, "max_num_seqs": 65535, "block_size": 256}
+_MOST = {
+    "kv_cache_memory": _INT64_MAX,
+    "max_num_seqs": 65535,
+    "block_size": 256,
+    "num_threads": 4096,
+}
 _LEAST = {
     "max_model_len": 1,
     "max_num_seqs": 1,

@@ -90,7 +90,7 @@ def test_without_a_gpu_one_sentence_says_what_is_missing(extension: Path, tiny_m
 from vllm_lite import LLM
 try:
     LLM(sys.argv[2], device="cuda", dtype="bfloat16", max_model_len=64)
-except RuntimeError as error:
+except ValueError as error:
     print(error)
 """, tiny_model)  # fmt: skip
     assert said.startswith("torch finds no usable CUDA device (torch.cuda.is_available() is false)")

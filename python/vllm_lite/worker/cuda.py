@@ -21,20 +21,20 @@ _SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32))
 
 
 def check_device() -> None:
-    """Raises RuntimeError with what is missing if the kernels cannot run here."""
+    """Raises ValueError with what is missing if the kernels cannot run here."""
     if not ops.has_cuda_kernels():
-        raise RuntimeError(
+        raise ValueError(
             "vllm_lite was built without CUDA kernels: install it where nvcc is found "
             "(VLLM_LITE_CUDA=ON makes its absence an error), or use --device cpu"
         )
     if not torch.cuda.is_available():
-        raise RuntimeError(
+        raise ValueError(
             "torch finds no usable CUDA device (torch.cuda.is_available() is false): install a "
             "CUDA build of torch that fits the driver, or use --device cpu"
         )
     capability = torch.cuda.get_device_capability()
     if capability < _LEAST_CAPABILITY:
-        raise RuntimeError(
+        raise ValueError(
             f"{torch.cuda.get_device_name()} has compute capability {capability[0]}."
             f"{capability[1]}; 8.0 (Ampere) or newer is needed"
         )

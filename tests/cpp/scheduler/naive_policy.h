@@ -50,13 +50,11 @@ class NaivePolicy {
       }
       if (s->state == SequenceState::kWaiting) waiting.push_back(item(*s));
     }
-    const auto before = [this](const Item& a, const Item& b) {
-      const bool priority = config_.policy == SchedulingPolicy::kPriority;
-      return std::tuple(priority ? a.sequence->priority : 0, a.sequence->arrival) <
-             std::tuple(priority ? b.sequence->priority : 0, b.sequence->arrival);
+    const auto item_before = [this](const Item& a, const Item& b) {
+      return before(*a.sequence, *b.sequence);
     };
-    std::sort(running.begin(), running.end(), before);
-    std::sort(waiting.begin(), waiting.end(), before);
+    std::sort(running.begin(), running.end(), item_before);
+    std::sort(waiting.begin(), waiting.end(), item_before);
 
     NaiveDecision decision;
     int32_t budget = config_.max_num_batched_tokens;
@@ -144,11 +142,19 @@ class NaivePolicy {
   };
   static Item item(const Sequence& s) { return {&s, s.num_planned, s.block_table.blocks}; }
 
-  // Some running sequence computes enough whole blocks that come next after the candidate's hits.
+  bool before(const Sequence& a, const Sequence& b) const {
+    const bool priority = config_.policy == SchedulingPolicy::kPriority;
+    return std::tuple(priority ? a.priority : 0, a.arrival) <
+           std::tuple(priority ? b.priority : 0, b.arrival);
+  }
+
+  // All that run are served before the candidate, and some computes enough whole blocks that come
+  // next after its hits.
   bool is_worth_waiting(const Item& candidate, const std::vector<Item>& running) const {
     const std::vector<TokenId>& tokens = candidate.sequence->tokens;
     int32_t most = 0;
     for (const Item& r : running) {
+      if (before(*candidate.sequence, *r.sequence)) return false;
       // One that is further on announces nothing after these hits.
       if (r.sequence->salt != candidate.sequence->salt ||
           r.committed / block_size_ > candidate.computed / block_size_) {

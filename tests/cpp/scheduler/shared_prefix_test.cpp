@@ -86,6 +86,27 @@ TEST_F(SharedPrefixTest, TheSecondWaitsUntilTheChunksArePastTheCommonPartAndNoLo
   EXPECT_EQ(a->num_computed, 24);
 }
 
+// Those between the two in priority would get what the less urgent one leaves of the budget, and
+// the most urgent one would wait for all of them.
+TEST_F(SharedPrefixTest, AnUrgentSequenceDoesNotWaitForALessUrgentOne) {
+  cache_config_.num_blocks = 64;
+  config_.policy = SchedulingPolicy::kPriority;
+  config_.max_chunk_tokens = 6;
+  config_.max_num_batched_tokens = 14;
+  Sequence* background = make(30, 4, 5);
+  background->priority = 10;
+  scheduler().add(background);
+  EXPECT_EQ(tokens_of(step(), background), 6);
+  Sequence* urgent = make(30, 4, 5);
+  Sequence* between = make(30, 4, 600);
+  between->priority = 5;
+  scheduler().add(urgent);
+  scheduler().add(between);
+  EXPECT_EQ(tokens_of(step(), urgent), 6);
+  run_until_idle();
+  EXPECT_EQ(urgent->num_output_tokens(), 4);
+}
+
 TEST_F(SharedPrefixTest, AStepInFlightIsWaitedForAsWell) {
   Sequence* a = add_common(16, 18);
   plan();

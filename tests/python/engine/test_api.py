@@ -318,6 +318,7 @@ def test_parameters_that_fit_no_engine(options: dict[str, object], message: str)
         ({"max_num_seqs": 0}, "max_num_seqs must be .* from 1"),
         ({"max_num_seqs": "8"}, "max_num_seqs must be an integer.*'8'"),
         ({"num_threads": True}, "num_threads must be an integer"),
+        ({"num_threads": 4097}, "num_threads must be an integer from 1 to 4096, got 4097"),
         ({"block_size": 24}, "block_size must be a power of two, got 24"),
         ({"block_size": 8}, "block_size must be an integer from 16 to 256, got 8"),
         ({"block_size": 512}, "block_size must be an integer from 16 to 256, got 512"),
