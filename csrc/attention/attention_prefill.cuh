@@ -14,9 +14,9 @@ namespace attention {
 template <int kHeadSize>
 constexpr int kPrefillWarps = kHeadSize <= 128 ? 8 : 4;
 
-// Heads whose totals are in local memory on a device with little shared memory (99 KiB a block:
-// sm_86, 89 and 120), where neither 4 warps nor 2 would fit with them. A warp touches its total
-// once per range.
+// Heads whose totals are in local memory on a device with little shared memory (99 KiB per block:
+// sm_86, 89 and 120), where with them no block of four warps would fit, and with a 16-bit cache
+// none of two. A warp touches its total once per range.
 template <int kHeadSize>
 constexpr bool kMayHaveLocalTotals = kHeadSize > 128;
 

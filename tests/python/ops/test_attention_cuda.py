@@ -124,8 +124,10 @@ def head_256_bits(on_host_capability: str | None = None) -> list[np.ndarray]:
     ]
 
 
-def test_a_device_with_little_shared_memory_gives_the_same_bits() -> None:
+def test_a_device_with_little_shared_memory_gives_the_same_bits(back_end: str) -> None:
     """On sm_86 a block has 99 KiB, too few for the totals of heads of 256."""
+    if back_end != "cuda_on_host":
+        pytest.skip("a device has the memory that it has")
     with ProcessPoolExecutor(1, get_context("spawn")) as processes:
         little = processes.submit(head_256_bits, "86").result()
     for a, b in zip(little, head_256_bits(), strict=True):
