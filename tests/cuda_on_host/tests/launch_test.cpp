@@ -171,6 +171,7 @@ __global__ void use_static_beside_dynamic() {
 }
 
 TEST_F(Launch, ThePermissionForDynamicSharedMemoryLeavesRoomForStatic) {
+  cuda_on_host::options().compute_capability = 90;
   allow_dynamic_shared(use_static_beside_dynamic, 100 << 10);
   EXPECT_EQ(error_of([] { VL_LAUNCH(use_static_beside_dynamic, 1, 1, 100 << 10, 0); }), "");
 }
