@@ -15,7 +15,9 @@ struct KernelArgs {
   float value_factor;  // of the sums
   int group;
   int block_shift;  // log2 of block_size
-  int ring_slots;   // of the prefill kernel: 2 or 4
+  // Of the prefill kernel: 2 or 4, and whether the warps' totals are in local memory.
+  int ring_slots;
+  bool local_totals;
 };
 
 __device__ __forceinline__ PlanHeader plan_header(const KernelArgs& args) {

@@ -14,11 +14,44 @@ namespace attention {
 template <int kHeadSize>
 constexpr int kPrefillWarps = kHeadSize <= 128 ? 8 : 4;
 
+// Heads whose totals are in local memory on a device with little shared memory (99 KiB per block:
+// sm_86, 89 and 120), where with them no block of four warps would fit, and with a 16-bit cache
+// none of two. A warp touches its total once per range.
+template <int kHeadSize>
+constexpr bool kMayHaveLocalTotals = kHeadSize > 128;
+
+// What a block has of the shared memory.
+struct PrefillRoom {
+  int ring_slots;
+  bool local_totals;
+};
+
 template <typename T, typename Kv, int kHeadSize>
-constexpr int prefill_shared_bytes(int ring_slots) {
-  return ring_slots * PaddedLayout<Kv, kHeadSize>::kBytes +
-         kPrefillWarps<kHeadSize> * WarpRows<T, Kv, kHeadSize, true>::kSharedBytes +
+__host__ __device__ constexpr int prefill_warp_bytes(bool local_totals) {
+  using Rows = WarpRows<T, Kv, kHeadSize, true>;
+  return Rows::kSharedBytes - (local_totals ? Rows::kTotalBytes : 0);
+}
+
+template <typename T, typename Kv, int kHeadSize>
+constexpr int prefill_shared_bytes(PrefillRoom room) {
+  return room.ring_slots * PaddedLayout<Kv, kHeadSize>::kBytes +
+         kPrefillWarps<kHeadSize> * prefill_warp_bytes<T, Kv, kHeadSize>(room.local_totals) +
          static_cast<int>(sizeof(int));
+}
+
+// The best that fits. Throws Error if nothing does.
+template <typename T, typename Kv, int kHeadSize>
+PrefillRoom prefill_room(int available) {
+  for (const PrefillRoom room : {PrefillRoom{4, false}, {2, false}}) {
+    if (prefill_shared_bytes<T, Kv, kHeadSize>(room) <= available) return room;
+  }
+  constexpr PrefillRoom kLeast{2, kMayHaveLocalTotals<kHeadSize>};
+  constexpr int kNeeded = prefill_shared_bytes<T, Kv, kHeadSize>(kLeast);
+  VL_CHECK(kNeeded <= available, "paged_attention: head size " + std::to_string(kHeadSize) +
+                                     " needs " + std::to_string(kNeeded) +
+                                     " bytes of shared memory per block; this device has " +
+                                     std::to_string(available));
+  return kLeast;
 }
 
 template <typename T, typename Kv, int kHeadSize, bool kPlain>
@@ -31,11 +64,13 @@ __global__ void __launch_bounds__(32 * kPrefillWarps<kHeadSize>)
   const auto* const cache = static_cast<const unsigned char*>(args.params.kv_cache);
   const int slots = args.ring_slots;
   const int warp_index = static_cast<int>(threadIdx.x) / 32;
-  unsigned char* const warp_shared = shared + slots * Layout::kBytes +
-                                     warp_index * WarpRows<T, Kv, kHeadSize, kPlain>::kSharedBytes;
+  float4 local_total[kMayHaveLocalTotals<kHeadSize> ? kHeadSize / 8 : 1];
+  const bool has_local_total = kMayHaveLocalTotals<kHeadSize> && args.local_totals;
+  const int warp_bytes = prefill_warp_bytes<T, Kv, kHeadSize>(has_local_total);
+  unsigned char* const warp_shared = shared + slots * Layout::kBytes + warp_index * warp_bytes;
   // Whether a key of the pass has no place in the cache.
-  int* const found_none = reinterpret_cast<int*>(
-      shared + slots * Layout::kBytes + kWarps * WarpRows<T, Kv, kHeadSize, kPlain>::kSharedBytes);
+  int* const found_none =
+      reinterpret_cast<int*>(shared + slots * Layout::kBytes + kWarps * warp_bytes);
   // The Hopper kernel's for_each_pass() written out: as its function this would spill 88 bytes more
   // at head size 256.
   const int num_heads = args.params.num_kv_heads;
@@ -52,7 +87,8 @@ __global__ void __launch_bounds__(32 * kPrefillWarps<kHeadSize>)
       block_span.clip(view.item);
       const int first_row = pass + warp_index * kDecodeRows;
       write_unseen<T, kHeadSize>(args, view, first_row, block_span);
-      WarpItem<T, Kv, kHeadSize, kPlain> warp(args, view, first_row, warp_shared);
+      WarpItem<T, Kv, kHeadSize, kPlain> warp(args, view, first_row, warp_shared,
+                                              has_local_total ? local_total : nullptr);
       KeyFinder finder(args, view, block_span);
       const int first_tile = block_span.tile_begin();
       const int num_steps = 2 * (block_span.tile_end() - first_tile);
@@ -113,17 +149,13 @@ __global__ void __launch_bounds__(32 * kPrefillWarps<kHeadSize>)
 template <typename T, typename Kv, int kHeadSize, bool kPlain>
 void launch_prefill(KernelArgs args) {
   constexpr int kThreads = 32 * kPrefillWarps<kHeadSize>;
-  static const int slots =
-      prefill_shared_bytes<T, Kv, kHeadSize>(4) <= device::max_dynamic_shared_bytes() ? 4 : 2;
-  const int shared_bytes = prefill_shared_bytes<T, Kv, kHeadSize>(slots);
-  VL_CHECK(shared_bytes <= device::max_dynamic_shared_bytes(),
-           "paged_attention: head size " + std::to_string(kHeadSize) + " needs " +
-               std::to_string(shared_bytes) +
-               " bytes of shared memory per block; this device has " +
-               std::to_string(device::max_dynamic_shared_bytes()));
+  static const PrefillRoom room =
+      prefill_room<T, Kv, kHeadSize>(device::max_dynamic_shared_bytes());
+  const int shared_bytes = prefill_shared_bytes<T, Kv, kHeadSize>(room);
   static const int blocks =
       persistent_blocks(prefill_kernel<T, Kv, kHeadSize, kPlain>, kThreads, shared_bytes);
-  args.ring_slots = slots;
+  args.ring_slots = room.ring_slots;
+  args.local_totals = room.local_totals;
   VL_LAUNCH((prefill_kernel<T, Kv, kHeadSize, kPlain>), blocks, kThreads, shared_bytes,
             args.params.stream, args);
 }

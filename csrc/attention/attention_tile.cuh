@@ -87,9 +87,12 @@ struct WarpRows {
   static constexpr int kBlocks = kHeadSize / 8;  // columns of 8 of the sums
   // Above that the query does not fit beside the sums, and is read again for every tile.
   static constexpr bool kQueryInRegisters = kHeadSize <= 128;
-  // Shared memory of a warp: the total, (maximum, weight) of its rows, and the query.
-  static constexpr int kTotalBytes = kBlocks * 32 * 16 + kDecodeRows * 8;
-  static constexpr int kSharedBytes = kTotalBytes + (kQueryInRegisters ? 0 : kSteps * 32 * 16);
+  // Shared memory of a warp: (maximum, weight) of its rows, the query, and the total, which may be
+  // in local memory instead.
+  static constexpr int kStateBytes = kDecodeRows * 8;
+  static constexpr int kQueryBytes = kQueryInRegisters ? 0 : kSteps * 32 * 16;
+  static constexpr int kTotalBytes = kBlocks * 32 * 16;
+  static constexpr int kSharedBytes = kStateBytes + kQueryBytes + kTotalBytes;
 
   uint32_t query[kQueryInRegisters ? kSteps : 1][4];
   float scores[kTileTokens / 8][4];
@@ -102,14 +105,21 @@ struct WarpRows {
   int seen_begin[2];
   float slope[2];
   ScoreFactors factors;
-  float4* total;        // [kBlocks][32], as the lanes hold the sums
   float2* total_state;  // [16]
   uint4* shared_query;  // [kSteps][32]
+  float4* total;        // [kBlocks] of this lane, as it holds the sums, total_stride apart
+  int total_stride;
 
-  __device__ __forceinline__ void begin(unsigned char* shared) {
-    total = reinterpret_cast<float4*>(shared);
-    total_state = reinterpret_cast<float2*>(shared + kBlocks * 32 * 16);
-    shared_query = reinterpret_cast<uint4*>(shared + kTotalBytes);
+  // local_total: [kBlocks], or nullptr for a total in shared memory.
+  __device__ __forceinline__ void begin(unsigned char* shared, float4* local_total) {
+    total_state = reinterpret_cast<float2*>(shared);
+    shared_query = reinterpret_cast<uint4*>(shared + kStateBytes);
+    total = reinterpret_cast<float4*>(shared + kStateBytes + kQueryBytes) + lane_index();
+    total_stride = 32;
+    if (local_total != nullptr) {
+      total = local_total;
+      total_stride = 1;
+    }
   }
 
   __device__ __forceinline__ void begin_range() {
@@ -341,7 +351,7 @@ struct WarpRows {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       if (b % 4 == 0) __syncwarp();  // as keep_apart()
-      const float4 t = total[b * 32 + lane_index()];
+      const float4 t = total[b * total_stride];
       sums[b][0] = merge[0].apply(t.x, sums[b][0]);
       sums[b][1] = merge[0].apply(t.y, sums[b][1]);
       sums[b][2] = merge[1].apply(t.z, sums[b][2]);
@@ -356,7 +366,7 @@ struct WarpRows {
   __device__ __forceinline__ void keep_total() {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      total[b * 32 + lane_index()] = make_float4(sums[b][0], sums[b][1], sums[b][2], sums[b][3]);
+      total[b * total_stride] = make_float4(sums[b][0], sums[b][1], sums[b][2], sums[b][3]);
     }
     if (lane_index() % 4 == 0) {
       total_state[lane_index() / 4] = make_float2(maximum[0], weight[0]);

@@ -25,7 +25,8 @@ struct WarpItem {
   bool has_total;
 
   __device__ __forceinline__ WarpItem(const KernelArgs& kernel_args, const ItemView& item_view,
-                                      int warp_row, unsigned char* shared)
+                                      int warp_row, unsigned char* shared,
+                                      float4* local_total = nullptr)
       : args(kernel_args),
         view(item_view),
         first_row(warp_row),
@@ -37,7 +38,7 @@ struct WarpItem {
           KeySpan::seen_by_all(args, view, warp_row, min(warp_row + kDecodeRows, view.row_end()));
     }
     span.clip(view.item);
-    rows.begin(shared);
+    rows.begin(shared, local_total);
     rows.factors = args.factors;
     const T* query[2];
 #pragma unroll

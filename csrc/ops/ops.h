@@ -131,10 +131,10 @@ void dequantize_cpu(const DequantizeParams& params);
 //      token that crosses top_p stays;
 //   6. Gumbel-max with Philox4x32-10 keyed by (seed) and counted by (position, token id): one noise
 //      per token id, so that the choice depends on nothing but the row.
-// A row whose logits hold a NaN or +inf, or leave no finite candidate, yields token -1, rank 0 and
-// logprob -inf. Ids outside the vocabulary in the lists below are ignored. Two rows of one call
-// must not share a row of output_counts.
-// -inf logits are never chosen; their logprobs are reported as -inf.
+// A row whose logits hold a NaN or +inf, or leave no finite candidate, or whose rows[i] lies
+// outside max_rows, yields token -1, rank 0 and logprob -inf. Ids outside the vocabulary in the
+// lists below are ignored. Two rows of one call must not share a row of output_counts. -inf logits
+// are never chosen; their logprobs are reported as -inf.
 struct SampleParams {
   const float* logits;       // [num_rows, vocab_size]
   int64_t logits_stride;     // elements
@@ -151,7 +151,8 @@ struct SampleParams {
   const uint8_t* prompt_mask;  // 1: in the prompt
   // Results.
   int32_t* token_ids;  // [num_rows], -1: row failed
-  // [max_rows] or nullptr; of rows[i] it becomes the token, 0 if row i failed
+  // [max_rows] or nullptr; of rows[i], if there is such a row, it becomes the token, 0 if row i
+  // failed
   int32_t* last_tokens;
   float* logprobs;      // [num_rows] or nullptr
   int32_t* ranks;       // [num_rows] or nullptr; 1 + number of raw logits greater than the token's

@@ -1,9 +1,9 @@
 """The project's CUDA kernels under AddressSanitizer with UBSan, and under ThreadSanitizer.
 
 ``tests/cpp/cuda`` runs attention, sampling and the small kernels in random cases. Here it is built
-with each sanitizer, and attention of one head size and dtype, as it takes most of the time to
-compile; the slow test takes all of it. ``test_cuda_on_host.py`` holds that the host layer finds
-mistakes at all.
+with each sanitizer, and attention of one head size and two pairs of types, as it takes most of the
+time to compile; the slow test takes all of it. ``test_cuda_on_host.py`` holds that the host layer
+finds mistakes at all.
 """
 
 import os
@@ -16,7 +16,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SANITIZERS = ("address", "thread")
-SEEDS = ("0", "5")  # orders of threads and blocks: as they come, and a random one
+# Orders of threads and blocks, as they come and a random one; and compute capabilities: an older
+# device, and a Hopper, whose attention kernels are others.
+RUNS = (("0", "80"), ("5", "90"))
+LITTLE_SHARED_MEMORY = ("5", "86")  # where attention of large heads has another layout
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
@@ -40,9 +43,8 @@ def build(sanitizer: str, *targets: str) -> Path:
     return folder
 
 
-def run(program: Path) -> None:
-    """On an older device and on a Hopper, whose attention kernels are others."""
-    for seed, capability in zip(SEEDS, ("80", "90"), strict=True):
+def run(program: Path, runs: tuple[tuple[str, str], ...] = RUNS) -> None:
+    for seed, capability in runs:
         environment = {
             "CUDA_ON_HOST_SEED": seed,
             "CUDA_ON_HOST_COMPUTE_CAPABILITY": capability,
@@ -66,5 +68,5 @@ def test_kernels(sanitizer: str) -> None:
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_all_kernels(sanitizer: str) -> None:
     folder = build(sanitizer, "cuda_random_test", "paged_attention_test")
-    run(folder / "tests/cpp/cuda/cuda_random_test")
+    run(folder / "tests/cpp/cuda/cuda_random_test", (*RUNS, LITTLE_SHARED_MEMORY))
     run(folder / "tests/cuda_on_host/tests/paged_attention_test")

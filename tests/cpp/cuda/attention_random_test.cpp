@@ -1,36 +1,62 @@
-// Random mixes of decodes, chunks and prompts against sums in double.
+// Random mixes of decodes, chunks and prompts, of every type and kind of score, against sums in
+// double.
 #include <cuda_on_host/options.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <string>
 #include <vector>
 
 #include "attention/attention_plan.h"
 #include "attention/params.h"
-#include "bfloat16.h"
+#include "numbers.h"
 
 namespace vllm_lite {
 namespace {
 
-#ifdef VL_HEAD_SIZE_64_ALONE
-constexpr int32_t kHeadSizes[] = {64};
+// What has kernels of its own.
+struct Kernels {
+  int32_t head_size;
+  DType dtype;
+  KvDType kv_dtype;
+};
+
+std::vector<Kernels> kernels() {
+#ifdef VL_PART_ALONE  // those of attention_part.cu
+  return {{64, DType::kBFloat16, KvDType::kAsQuery}, {64, DType::kFloat16, KvDType::kFloat8E4M3}};
 #else
-constexpr int32_t kHeadSizes[] = {64, 80, 96, 128, 256};
+  std::vector<Kernels> all;
+  for (const int32_t head_size : {64, 80, 96, 128, 256}) {
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+      for (const KvDType kv_dtype : {KvDType::kAsQuery, KvDType::kFloat8E4M3}) {
+        all.push_back({head_size, dtype, kv_dtype});
+      }
+    }
+  }
+  return all;
 #endif
-constexpr int kCases = 5;
-constexpr uint16_t kNaN = 0x7fff;
+}
+
+constexpr uint32_t kCases = 8;
+constexpr uint8_t kNaNByte = 0xff;  // a NaN in each of the types
 
 struct Step {
+  Kernels kernels;
   int32_t head_size, num_kv_heads, group, block_size, window, num_multiprocessors;
+  float soft_cap = 0, k_scale = 1, v_scale = 1;
   std::vector<int32_t> query_start{0}, seq_lens, rows;
   int32_t num_blocks = 0, table_stride = 0;
   int32_t broken = -1;  // a sequence whose last block does not exist
   std::vector<int32_t> tables;
-  std::vector<uint16_t> query, cache, out;
+  std::vector<uint16_t> query, out;
+  std::vector<uint8_t> cache;
+  std::vector<float> alibi_slopes;
 
-  Step(Random& random, int32_t size_of_head) : head_size(size_of_head) {
+  Step(Random& random, const Kernels& chosen, bool has_soft_cap, bool has_alibi)
+      : kernels(chosen), head_size(chosen.head_size) {
     num_kv_heads = random.integer(1, 2);
     group = random.integer(1, 5);
     block_size = 16 << random.integer(0, 4);
@@ -46,18 +72,27 @@ struct Step {
       table_stride = std::max(table_stride, (seq_lens.back() + block_size - 1) / block_size);
       rows.push_back(num_seqs - 1 - s);
     }
+    // Small enough to bend many of the scores.
+    if (has_soft_cap) soft_cap = 0.25f * float(random.integer(1, 12));
+    for (int32_t head = 0; has_alibi && head < num_heads(); ++head) {
+      alibi_slopes.push_back(std::exp2(-float(random.integer(1, 8))));
+    }
+    if (is_fp8()) {
+      k_scale = 0.25f * float(random.integer(1, 8));
+      v_scale = 0.25f * float(random.integer(1, 8));
+    }
     num_blocks = num_seqs * table_stride + 1;
     for (int32_t b = 0; b + 1 < num_blocks; ++b) tables.push_back(b);
     std::shuffle(tables.begin(), tables.end(), random.engine());
-    query = random.bfloat16s(size_t(query_start.back()) * num_heads() * head_size);
-    out.assign(query.size(), kNaN);
+    query.resize(size_t(query_start.back()) * num_heads() * head_size);
+    for (uint16_t& x : query) x = narrow_to_type(random.normal());
+    out.assign(query.size(), kNaNByte << 8 | kNaNByte);
     // What lies past a sequence's end may hold anything.
-    cache.assign(size_t(num_blocks) * 2 * num_kv_heads * block_size * head_size, kNaN);
+    cache.assign(size_t(num_blocks) * 2 * num_kv_heads * block_size * row_bytes(), kNaNByte);
     for (int32_t s = 0; s < num_seqs; ++s) {
       for (int32_t token = 0; token < seq_lens[s]; ++token) {
         for (int32_t head = 0; head < 2 * num_kv_heads; ++head) {
-          uint16_t* row = kv_row(s, token, head);
-          for (int32_t i = 0; i < head_size; ++i) row[i] = narrow(random.normal());
+          fill_row(random, kv_row(s, token, head));
         }
       }
     }
@@ -69,11 +104,39 @@ struct Step {
 
   int32_t num_heads() const { return num_kv_heads * group; }
 
+  bool is_fp8() const { return kernels.kv_dtype == KvDType::kFloat8E4M3; }
+  int64_t row_bytes() const { return head_size * (is_fp8() ? 1 : 2); }
+
+  // Of and to the query's type.
+  float widen_type(uint16_t bits) const {
+    return kernels.dtype == DType::kBFloat16 ? widen(bits) : widen_half(bits);
+  }
+  uint16_t narrow_to_type(float x) const {
+    return kernels.dtype == DType::kBFloat16 ? narrow(x) : narrow_half(x);
+  }
+
+  void fill_row(Random& random, uint8_t* row) const {
+    for (int32_t i = 0; i < head_size; ++i) {
+      if (is_fp8()) {  // all that is below 4, of either sign
+        row[i] = uint8_t(random.integer(0, 8 * 9 - 1) | random.integer(0, 1) << 7);
+      } else {
+        const uint16_t bits = narrow_to_type(random.normal());
+        std::memcpy(row + 2 * i, &bits, sizeof(bits));
+      }
+    }
+  }
+  double kv_element(const uint8_t* row, int32_t i) const {
+    if (is_fp8()) return widen_fp8(row[i]);
+    uint16_t bits;
+    std::memcpy(&bits, row + 2 * i, sizeof(bits));
+    return widen_type(bits);
+  }
+
   // head: of the keys, or num_kv_heads further on of the values.
-  uint16_t* kv_row(int32_t s, int32_t token, int32_t head) {
+  uint8_t* kv_row(int32_t s, int32_t token, int32_t head) {
     const int64_t block = tables[rows[s] * table_stride + token / block_size];
     const int64_t row = (block * 2 * num_kv_heads + head) * block_size + token % block_size;
-    return cache.data() + row * head_size;
+    return cache.data() + row * row_bytes();
   }
 
   void run() {
@@ -105,9 +168,12 @@ struct Step {
     params.block_size = block_size;
     params.scale = 1 / std::sqrt(float(head_size));
     params.sliding_window = window;
-    params.dtype = DType::kBFloat16;
-    params.kv_dtype = KvDType::kAsQuery;
-    params.k_scale = params.v_scale = 1;
+    params.soft_cap = soft_cap;
+    params.alibi_slopes = alibi_slopes.empty() ? nullptr : alibi_slopes.data();
+    params.dtype = kernels.dtype;
+    params.kv_dtype = kernels.kv_dtype;
+    params.k_scale = k_scale;
+    params.v_scale = v_scale;
     params.plan = plan.data();
     params.workspace = workspace.data();
     params.workspace_size = static_cast<int64_t>(workspace.size());
@@ -124,9 +190,9 @@ struct Step {
               (int64_t{query_start[s] + t} * num_heads() + head) * int64_t{head_size};
           if (int32_t(s) == broken) {
             // The last token at least has met the missing block.
-            ASSERT_TRUE(t + 1 < num_query || std::isnan(widen(out[at])));
+            ASSERT_TRUE(t + 1 < num_query || std::isnan(widen_type(out[at])));
           } else {
-            check_row(int32_t(s), position, head / group, &query[at], &out[at]);
+            check_row(int32_t(s), position, head, &query[at], &out[at]);
           }
           if (testing::Test::HasFatalFailure()) return;
         }
@@ -134,32 +200,38 @@ struct Step {
     }
   }
 
-  void check_row(int32_t s, int32_t position, int32_t kv_head, const uint16_t* q,
+  void check_row(int32_t s, int32_t position, int32_t head, const uint16_t* q,
                  const uint16_t* found) {
+    const int32_t kv_head = head / group;
     const int32_t first = window == 0 ? 0 : std::max(0, position + 1 - window);
     std::vector<double> scores, sums(head_size);
     for (int32_t token = first; token <= position; ++token) {
-      const uint16_t* key = kv_row(s, token, kv_head);
+      const uint8_t* key = kv_row(s, token, kv_head);
       double dot = 0;
-      for (int32_t i = 0; i < head_size; ++i) dot += double{widen(q[i])} * widen(key[i]);
-      scores.push_back(dot / std::sqrt(head_size));
+      for (int32_t i = 0; i < head_size; ++i) dot += widen_type(q[i]) * kv_element(key, i);
+      double score = dot * k_scale / std::sqrt(head_size);
+      if (!alibi_slopes.empty()) score += double{alibi_slopes[head]} * (token - position);
+      if (soft_cap != 0) score = soft_cap * std::tanh(score / soft_cap);
+      scores.push_back(score);
     }
     const double largest = *std::max_element(scores.begin(), scores.end());
     double total = 0;
     for (int32_t token = first; token <= position; ++token) {
       const double weight = std::exp(scores[token - first] - largest);
-      const uint16_t* value = kv_row(s, token, num_kv_heads + kv_head);
-      for (int32_t i = 0; i < head_size; ++i) sums[i] += weight * widen(value[i]);
+      const uint8_t* value = kv_row(s, token, num_kv_heads + kv_head);
+      for (int32_t i = 0; i < head_size; ++i) sums[i] += weight * kv_element(value, i);
       total += weight;
     }
+    // The weights have the query's type; the values are below 5.
+    const double tolerance = (kernels.dtype == DType::kBFloat16 ? 0.03 : 0.004) * v_scale;
     for (int32_t i = 0; i < head_size; ++i) {
-      ASSERT_NEAR(widen(found[i]), sums[i] / total, 0.03)
+      ASSERT_NEAR(widen_type(found[i]), sums[i] / total * v_scale, tolerance)
           << "sequence " << s << ", position " << position << ", element " << i;
     }
   }
 };
 
-class AttentionRandom : public testing::TestWithParam<int32_t> {
+class AttentionRandom : public testing::TestWithParam<Kernels> {
  protected:
   // So few blocks that each has several items, and what one leaves behind meets the next.
   static void SetUpTestSuite() { cuda_on_host::options().num_multiprocessors = 1; }
@@ -169,13 +241,20 @@ TEST_P(AttentionRandom, IsTheReferencesWithinRounding) {
   for (uint32_t seed = 0; seed < kCases; ++seed) {
     SCOPED_TRACE(seed);
     Random random(seed);
-    Step step(random, GetParam());
+    // Every other case is plain; the rest have a soft cap, ALiBi, or both.
+    const uint32_t extras = seed % 2 == 0 ? 0 : 1 + seed / 2 % 3;
+    Step step(random, GetParam(), (extras & 1) != 0, (extras & 2) != 0);
     step.run();
     step.check();
     if (HasFatalFailure()) return;
   }
 }
-INSTANTIATE_TEST_SUITE_P(HeadSize, AttentionRandom, testing::ValuesIn(kHeadSizes));
+INSTANTIATE_TEST_SUITE_P(, AttentionRandom, testing::ValuesIn(kernels()), [](const auto& info) {
+  const Kernels& chosen = info.param;
+  return "Head" + std::to_string(chosen.head_size) +
+         (chosen.dtype == DType::kBFloat16 ? "BFloat16" : "Float16") +
+         (chosen.kv_dtype == KvDType::kFloat8E4M3 ? "Fp8Cache" : "");
+});
 
 }  // namespace
 }  // namespace vllm_lite

@@ -8,7 +8,7 @@
 #include <numeric>
 #include <vector>
 
-#include "bfloat16.h"
+#include "numbers.h"
 #include "ops/ops.h"
 #include "ops/sample_workspace.h"
 

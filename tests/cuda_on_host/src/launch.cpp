@@ -48,8 +48,7 @@ SharedLimits shared_limits(const void* kernel) {
     return {kDefaultSharedBytes, kDefaultSharedBytes};
   }
   // The permission is for the dynamic part; static variables come on top.
-  return {static_cast<uint32_t>(found->second),
-          static_cast<uint32_t>(options().max_dynamic_shared_bytes)};
+  return {static_cast<uint32_t>(found->second), static_cast<uint32_t>(max_dynamic_shared_bytes())};
 }
 
 void check_launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes, uint32_t limit) {
@@ -111,10 +110,25 @@ Counters counters() {
   return totals;
 }
 
+int max_dynamic_shared_bytes() {
+  switch (options().compute_capability) {
+    case 80:
+    case 87:
+      return 163 << 10;
+    case 86:
+    case 89:
+    case 120:
+    case 121:
+      return 99 << 10;
+    default:
+      return 227 << 10;
+  }
+}
+
 void allow_dynamic_shared(const void* kernel, int bytes) {
-  if (bytes > options().max_dynamic_shared_bytes) {
+  if (bytes > max_dynamic_shared_bytes()) {
     throw LaunchError(std::to_string(bytes) + " bytes of dynamic shared memory: a block may use " +
-                      std::to_string(options().max_dynamic_shared_bytes));
+                      std::to_string(max_dynamic_shared_bytes()));
   }
   const std::lock_guard lock(mutex);
   allowed_dynamic_shared[kernel] = bytes;
@@ -123,7 +137,7 @@ void allow_dynamic_shared(const void* kernel, int bytes) {
 int blocks_per_multiprocessor(int threads, int dynamic_shared_bytes) {
   // Of sm_80 and sm_90; registers, which the host cannot know, may allow fewer.
   constexpr int kThreads = 2048, kBlocks = 32, kReservedSharedBytes = 1 << 10;
-  const int shared = options().max_dynamic_shared_bytes + kReservedSharedBytes;
+  const int shared = max_dynamic_shared_bytes() + kReservedSharedBytes;
   return std::min(
       {kBlocks, kThreads / threads, shared / (dynamic_shared_bytes + kReservedSharedBytes)});
 }

@@ -74,7 +74,8 @@ TEST_F(Launch, WhatADeviceRefusesIsRefused) {
 __global__ void large_kernel() {}
 
 TEST_F(Launch, MoreSharedMemoryOnlyWithPermission) {
-  EXPECT_EQ(max_dynamic_shared_bytes(), 227 << 10);
+  cuda_on_host::options().compute_capability = 80;
+  EXPECT_EQ(max_dynamic_shared_bytes(), 163 << 10);
   const auto run = [](int bytes) {
     return refusal_of([bytes] { VL_LAUNCH(large_kernel, 1, 32, bytes, 0); });
   };
@@ -82,16 +83,21 @@ TEST_F(Launch, MoreSharedMemoryOnlyWithPermission) {
   allow_dynamic_shared(large_kernel, 100 << 10);
   EXPECT_EQ(run(100 << 10), "");
   EXPECT_CONTAINS(run((100 << 10) + 16), "are allowed");
-  EXPECT_CONTAINS(refusal_of([] { allow_dynamic_shared(large_kernel, (227 << 10) + 1); }),
-                  "a block may use 232448");
+  EXPECT_CONTAINS(refusal_of([] { allow_dynamic_shared(large_kernel, (163 << 10) + 1); }),
+                  "a block may use 166912");
 }
 
 TEST_F(Launch, TheDeviceIsWhatTheOptionsSay) {
   cuda_on_host::options().num_multiprocessors = 132;
   EXPECT_EQ(num_multiprocessors(), 132);
   EXPECT_EQ(blocks_per_multiprocessor(empty_kernel, 256, 0), 8);
-  EXPECT_EQ(blocks_per_multiprocessor(empty_kernel, 128, 100 << 10), 2);
   EXPECT_EQ(blocks_per_multiprocessor(empty_kernel, 32, 0), 32);
+  for (const auto& [capability, kibibytes, blocks] :
+       std::vector<std::array<int, 3>>{{80, 163, 3}, {86, 99, 1}, {90, 227, 4}, {120, 99, 1}}) {
+    cuda_on_host::options().compute_capability = capability;
+    EXPECT_EQ(max_dynamic_shared_bytes(), kibibytes << 10);
+    EXPECT_EQ(blocks_per_multiprocessor(empty_kernel, 128, 50 << 10), blocks);
+  }
 }
 
 TEST_F(Launch, CopiesAndFills) {
@@ -165,6 +171,7 @@ __global__ void use_static_beside_dynamic() {
 }
 
 TEST_F(Launch, ThePermissionForDynamicSharedMemoryLeavesRoomForStatic) {
+  cuda_on_host::options().compute_capability = 90;
   allow_dynamic_shared(use_static_beside_dynamic, 100 << 10);
   EXPECT_EQ(error_of([] { VL_LAUNCH(use_static_beside_dynamic, 1, 1, 100 << 10, 0); }), "");
 }

@@ -5,6 +5,7 @@ The order of processing is that of ``csrc/ops/ops.h``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import compress
 
 import numpy as np
 import torch
@@ -77,12 +78,20 @@ def _id_lists(row: Row) -> np.ndarray:
 
 
 def sample(
-    logits: torch.Tensor, rows: Sequence[Row], state_rows: Sequence[int] | None = None
+    logits: torch.Tensor,
+    rows: Sequence[Row],
+    state_rows: Sequence[int] | None = None,
+    max_rows: int | None = None,
 ) -> Outcome:
-    """Runs the op; row i keeps its state at ``state_rows[i]`` (i if not given)."""
+    """Runs the op; row i keeps its state at ``state_rows[i]`` (i if not given) of ``max_rows``.
+
+    There are as many as the state rows need if ``max_rows`` is not given. A row whose state row is
+    not one of them has no state.
+    """
     num_rows, vocab_size = logits.shape
     slots = list(range(num_rows)) if state_rows is None else list(state_rows)
-    max_rows = max(slots) + 1
+    max_rows = max(slots) + 1 if max_rows is None else max_rows
+    inside = [0 <= slot < max_rows for slot in slots]
     # What the other rows have is not looked at.
     state = torch.full((max_rows, 16), 0x7FC00000, dtype=torch.int32)
     lists = [_id_lists(row) for row in rows]
@@ -91,12 +100,12 @@ def sample(
     has_history = any(row.prompt or row.output for row in rows)
     counts = torch.zeros(max_rows, vocab_size, dtype=torch.int32) if has_history else None
     mask = torch.zeros(max_rows, vocab_size, dtype=torch.uint8) if has_history else None
-    for slot, row, words in zip(slots, rows, lists, strict=True):
+    for slot, row, words in compress(zip(slots, rows, lists, strict=True), inside):
         state[slot] = torch.from_numpy(_row_state(row))
         if id_lists is not None:
             id_lists[slot, : len(words)] = torch.from_numpy(words)
     if counts is not None and mask is not None:
-        for slot, row in zip(slots, rows, strict=True):
+        for slot, row in compress(zip(slots, rows, strict=True), inside):
             for token in row.output:
                 counts[slot, token] += 1
             mask[slot, list(row.prompt)] = 1
@@ -128,9 +137,8 @@ def sample(
         last_tokens,
     )
     expected = torch.full_like(last_tokens, -9)
-    for slot, token in zip(slots, outcome.token_ids.tolist(), strict=True):
-        if 0 <= slot < len(expected):
-            expected[slot] = max(token, 0)
+    for slot, token in compress(zip(slots, outcome.token_ids.tolist(), strict=True), inside):
+        expected[slot] = max(token, 0)
     assert torch.equal(last_tokens, expected)
     return outcome
 

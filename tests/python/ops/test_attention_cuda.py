@@ -1,9 +1,13 @@
 """What only the CUDA kernels of paged attention have: plans, FP8, unchecked indices."""
 
 import math
+import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,6 +107,31 @@ def test_fp8_cache(head_size: int, dtype: torch.dtype) -> None:
     split = run(sequences, options, 16, num_multiprocessors=10_000, fp8_scales=(k_scale, v_scale))
     for a, b in zip(results, split, strict=True):
         assert torch.equal(a, b)
+
+
+def head_256_bits(on_host_capability: str | None = None) -> list[np.ndarray]:
+    """Results of prefills whose warps keep totals; on another device in a process of its own."""
+    if on_host_capability is not None:
+        os.environ["CUDA_ON_HOST_COMPUTE_CAPABILITY"] = on_host_capability
+        with use("cuda_on_host"):
+            return head_256_bits()
+    sequences = make_sequences([(9, 600), (40, 530)], 1, 4, 256, torch.bfloat16)
+    return [
+        result.view(torch.int16).numpy()
+        for options in (options_for(256), options_for(256, soft_cap=8.0))
+        for fp8_scales in (None, (0.5, 3.0))
+        for result in run(sequences, options, 16, num_multiprocessors=1, fp8_scales=fp8_scales)
+    ]
+
+
+def test_a_device_with_little_shared_memory_gives_the_same_bits(back_end: str) -> None:
+    """On sm_86 a block has 99 KiB, too few for the totals of heads of 256."""
+    if back_end != "cuda_on_host":
+        pytest.skip("a device has the memory that it has")
+    with ProcessPoolExecutor(1, get_context("spawn")) as processes:
+        little = processes.submit(head_256_bits, "86").result()
+    for a, b in zip(little, head_256_bits(), strict=True):
+        assert np.array_equal(a, b)
 
 
 def test_a_plan_without_a_window_serves_a_windowed_layer() -> None:

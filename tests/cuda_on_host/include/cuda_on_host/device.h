@@ -59,7 +59,7 @@ void launch_on_host(void (*kernel)(Parameters...), const char* name, dim3 grid, 
 
 inline int current_device() { return 0; }
 inline int num_multiprocessors() { return cuda_on_host::options().num_multiprocessors; }
-inline int max_dynamic_shared_bytes() { return cuda_on_host::options().max_dynamic_shared_bytes; }
+using cuda_on_host::max_dynamic_shared_bytes;
 
 template <typename Kernel>
 void allow_dynamic_shared(Kernel kernel, int bytes) {

@@ -16,6 +16,8 @@ namespace cuda_on_host {
 // Without permission a kernel gets this much shared memory, static and dynamic together.
 inline constexpr int kDefaultSharedBytes = 48 << 10;
 
+// Bytes that a block may use on a device of the options' compute capability.
+int max_dynamic_shared_bytes();
 void allow_dynamic_shared(const void* kernel, int bytes);
 int blocks_per_multiprocessor(int threads, int dynamic_shared_bytes);
 

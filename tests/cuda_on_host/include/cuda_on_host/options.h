@@ -18,7 +18,6 @@ struct Options {
   int num_multiprocessors = 4;
   int compute_capability = 80;  // 10 * major + minor; at first the environment's
                                 // CUDA_ON_HOST_COMPUTE_CAPABILITY, if there is one
-  int max_dynamic_shared_bytes = 227 << 10;
 };
 // Not to be changed while a kernel runs.
 Options& options();
