@@ -27,7 +27,7 @@ help:
 	@echo "make lint       clang-format, ruff, mypy"
 	@echo "make format     rewrite the sources in the project's format"
 	@echo "make bench-cpp  C++ micro-benchmarks -> build/bench/*.json"
-	@echo "make wheel      a release for GPUs -> dist (needs nvcc; tens of minutes)"
+	@echo "make wheel      a release for GPUs -> dist (needs nvcc; 6 min on two cores)"
 	@echo "make clean      remove what was built"
 
 serve: $(STAMPS)/installed $(STAMPS)/demo
