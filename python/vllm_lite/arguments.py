@@ -77,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--access-log", action="store_true",
                         help="log every request but those for /health and /metrics")  # fmt: skip
 
+    parser.add_argument("--trust-request-chat-template", action="store_true",
+                        help="take chat_template from requests; it runs in a sandbox")  # fmt: skip
+
     add = adder("model", engine_default)
     add("--dtype", "auto: the checkpoint's; bfloat16 for a quantised one",
         choices=["auto", "float32", "bfloat16", "float16"])  # fmt: skip

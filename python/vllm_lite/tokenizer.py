@@ -124,13 +124,15 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The prompt ids of a conversation.
 
         Takes render_chat's arguments. If the tokenizer puts BOS before texts, the result begins
-        with exactly one, whether the template prints it or not; no other special tokens are added.
+        with exactly one, whether the template prints it or not; other special tokens are added only
+        with ``add_special_tokens``.
         """
         text = self.render_chat(
             messages,
@@ -140,9 +142,12 @@ class Tokenizer:
             chat_template=chat_template,
             template_kwargs=template_kwargs,
         )
-        ids = self.encode(text, add_special_tokens=False)
-        if self._adds_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
-            ids.insert(0, self.bos_token_id)
+        ids = self.encode(text, add_special_tokens=add_special_tokens)
+        if self._adds_bos and (bos := self.bos_token_id) is not None:
+            if ids[:1] != [bos]:
+                ids.insert(0, bos)
+            elif add_special_tokens and ids[:2] == [bos, bos]:
+                del ids[0]
         return ids
 
     def render_chat(

@@ -1,9 +1,22 @@
 """Reading a request's body within bounds."""
 
+from typing import TypeVar
+
+import msgspec
 from starlette.requests import Request
 
-from vllm_lite.server.errors import ApiError
+from vllm_lite.server.errors import ApiError, from_decode_error
 from vllm_lite.server.state import ServerState
+
+T = TypeVar("T")
+
+
+def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """Raises ``ApiError`` naming the field that has a wrong type or range."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise from_decode_error(error, body) from error
 
 
 class Body:

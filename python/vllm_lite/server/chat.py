@@ -1,7 +1,5 @@
 """``/v1/chat/completions``."""
 
-import secrets
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,8 +7,9 @@ import msgspec
 
 from vllm_lite.chat_template import check_nesting
 from vllm_lite.outputs import CompletionOutput
-from vllm_lite.server.errors import bad_request, from_decode_error, show
-from vllm_lite.server.generation import Job
+from vllm_lite.server.body import decode
+from vllm_lite.server.errors import bad_request, show
+from vllm_lite.server.generation import Job, Renderer, make_job
 from vllm_lite.server.logprobs import LogprobsWriter
 from vllm_lite.server.protocol import (
     ChatChoice,
@@ -19,6 +18,7 @@ from vllm_lite.server.protocol import (
     ChatRequest,
     ChatResponse,
     ChunkChoice,
+    ContentPart,
     Delta,
     Message,
     ResponseMessage,
@@ -33,6 +33,7 @@ from vllm_lite.server.sampling import (
     refuse_unsupported,
     sampling_params,
     served_name,
+    truncated,
 )
 from vllm_lite.server.state import ServerState
 
@@ -59,22 +60,31 @@ _RESERVED_KWARGS = frozenset(
     }
 )
 
+# Types of parts that are text, with the field that holds it.
+_TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+}
+
 _decoder = msgspec.json.Decoder(ChatRequest)
 
 
 def prepare(state: ServerState, body: bytes) -> tuple[Job, "ChatRenderer"]:
     """Parses, checks, templates and tokenises a body; runs in a thread. Raises ``ApiError``."""
-    try:
-        request = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise from_decode_error(error, body) from error
+    request = decode(_decoder, body)
+    job = make_chat_job(state, request, "chatcmpl-")
+    return job, ChatRenderer(state, job, bool(request.return_tokens_as_token_ids))
+
+
+def make_chat_job(state: ServerState, request: ChatRequest, prefix: str) -> Job:
+    """What every endpoint with conversations does, once it has made a ``ChatRequest``."""
     engine = state.engine
     model = served_name(engine, request.model)
-    refuse_unsupported(request)
-    _refuse_tool_use(request)
     logprobs = _logprobs(request)
     check_choices(state, 1, request.n or 1, "n")
-    token_ids = _encode(state, request)
+    token_ids = prompt_ids(state, request)
     length = output_length(
         request,
         len(token_ids),
@@ -84,19 +94,9 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "ChatRenderer"]:
     )
     check_token_ids(token_ids, engine.model_config.vocab_size, "messages")
     params = sampling_params(request, engine, logprobs=logprobs, max_tokens=length)
-    options = request.stream_options
-    job = Job(
-        id=f"chatcmpl-{secrets.token_hex(16)}",
-        model=model,
-        created=int(time.time()),
-        prompts=[token_ids],
-        params=for_prompts(params, [length]),
-        priority=request.priority or 0,
-        stream=bool(request.stream),
-        include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
+    return make_job(
+        request, prefix, model=model, prompts=[token_ids], params=for_prompts(params, [length])
     )
-    return job, ChatRenderer(state, job, bool(request.return_tokens_as_token_ids))
 
 
 def _logprobs(request: ChatRequest) -> int | None:
@@ -125,9 +125,18 @@ def _refuse_tool_use(request: ChatRequest) -> None:
         )
 
 
-def _encode(state: ServerState, request: ChatRequest) -> list[int]:
+def prompt_ids(state: ServerState, request: ChatRequest) -> list[int]:
     """The token ids of the conversation, through the model's chat template."""
-    kwargs = request.chat_template_kwargs or {}
+    refuse_unsupported(request)
+    _refuse_tool_use(request)
+    if request.chat_template is not None and not state.options.trust_request_chat_template:
+        raise bad_request(
+            "chat_template: this server takes none from requests; it would with"
+            " --trust-request-chat-template",
+            "chat_template",
+            "unsupported_parameter",
+        )
+    kwargs = dict(request.chat_template_kwargs or {})
     reserved = _RESERVED_KWARGS & kwargs.keys()
     if reserved:
         raise bad_request(
@@ -135,6 +144,13 @@ def _encode(state: ServerState, request: ChatRequest) -> list[int]:
             "chat_template_kwargs",
         )
     _check_nesting(kwargs, "chat_template_kwargs")
+    if request.documents is not None:
+        _check_nesting(request.documents, "documents")
+        kwargs["documents"] = request.documents
+    if request.reasoning_effort is not None:
+        kwargs["reasoning_effort"] = request.reasoning_effort
+        if request.reasoning_effort == "none":  # as templates of models that may think call it
+            kwargs.setdefault("enable_thinking", False)
     go_on = bool(request.continue_final_message)
     if go_on and request.add_generation_prompt:
         raise bad_request(
@@ -150,13 +166,15 @@ def _encode(state: ServerState, request: ChatRequest) -> list[int]:
             tools=[msgspec.to_builtins(tool) for tool in request.tools] if request.tools else None,
             add_generation_prompt=prompt,
             continue_final_message=go_on,
+            add_special_tokens=bool(request.add_special_tokens),
+            chat_template=request.chat_template,
             template_kwargs=kwargs,
         )
     except ValueError as error:  # the template refuses this conversation, or there is no template
         raise bad_request(f"messages: {error}", "messages") from error
     if not token_ids:
         raise bad_request("messages: the chat template makes an empty prompt of them", "messages")
-    return token_ids
+    return truncated(request, token_ids, state.engine.config.max_model_len)
 
 
 def _check_nesting(value: object, param: str) -> None:
@@ -186,26 +204,31 @@ def _for_template(message: Message, index: int) -> dict[str, Any]:
 
 
 def _text(message: Message, where: str) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    if message.content is None:
-        if message.role != "assistant":
-            raise bad_request(
-                f"{where}.content: missing; only the assistant's may be left out", where
-            )
-        return ""
+    if message.content is not None:
+        return text_of(message.content, f"{where}.content")
+    if message.role != "assistant":
+        raise bad_request(f"{where}.content: missing; only the assistant's may be left out", where)
+    return message.refusal or ""
+
+
+def text_of(content: str | list[ContentPart], where: str) -> str:
+    """One text of a content's parts, which are joined by newlines."""
+    if isinstance(content, str):
+        return content
     texts = []
-    for position, part in enumerate(message.content):
-        param = f"{where}.content[{position}]"
-        if part.type != "text":
+    for position, part in enumerate(content):
+        param = f"{where}[{position}]"
+        if part.type not in _TEXT_PARTS:
             raise bad_request(
                 f"{param}.type: {show(part.type)} is not supported; only 'text' parts are",
                 f"{param}.type",
                 "unsupported_parameter",
             )
-        if part.text is None:
-            raise bad_request(f"{param}.text: missing", f"{param}.text")
-        texts.append(part.text)
+        name = _TEXT_PARTS[part.type]
+        text: str | None = getattr(part, name)
+        if text is None:
+            raise bad_request(f"{param}.{name}: missing", f"{param}.{name}")
+        texts.append(text)
     return "\n".join(texts)
 
 
@@ -227,7 +250,7 @@ def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
     return out
 
 
-class ChatRenderer:
+class ChatRenderer(Renderer):
     def __init__(self, state: ServerState, job: Job, ids: bool) -> None:
         self._job = job
         self._usage_field: msgspec.UnsetType | None = None if job.include_usage else msgspec.UNSET
@@ -240,16 +263,20 @@ class ChatRenderer:
             else None
         )
 
-    def chunks(
-        self, choice: int, output: CompletionOutput, usage: Usage | None
-    ) -> Iterator[ChatChunk]:
+    def chunks(self, choice: int, output: CompletionOutput, usage: Usage) -> Iterator[ChatChunk]:
+        job = self._job
+        shown_usage = usage if job.continuous_usage else self._usage_field
         if choice not in self._greeted:
             self._greeted.add(choice)
-            yield self._chunk(
-                [ChunkChoice(index=choice, delta=Delta(role="assistant", content=""))], usage
+            first = self._chunk(
+                [ChunkChoice(index=choice, delta=Delta(role="assistant", content=""))], shown_usage
             )
+            if job.return_token_ids and len(self._greeted) == 1:
+                first.prompt_token_ids = job.prompts[0]
+            yield first
         finished = output.finish_reason is not None
-        if output.text or finished or (self._writer and output.token_ids):
+        tells_ids = self._writer is not None or job.return_token_ids
+        if output.text or finished or (tells_ids and output.token_ids):
             shown = output.text or not finished
             yield self._chunk(
                 [
@@ -259,13 +286,15 @@ class ChatRenderer:
                         logprobs=self._logprobs(output) if output.token_ids else None,
                         finish_reason=output.finish_reason,
                         stop_reason=output.stop_reason if finished else msgspec.UNSET,
+                        token_ids=output.token_ids if job.return_token_ids else msgspec.UNSET,
                     )
                 ],
-                usage,
+                shown_usage,
             )
 
-    def usage_chunk(self, usage: Usage) -> ChatChunk:
-        return self._chunk([], usage)
+    def ending(self, usage: Usage) -> Iterator[ChatChunk]:
+        if self._job.include_usage:
+            yield self._chunk([], usage)
 
     def whole(self, outputs: Sequence[CompletionOutput], usage: Usage) -> ChatResponse:
         job = self._job
@@ -276,11 +305,17 @@ class ChatRenderer:
                 logprobs=self._logprobs(output),
                 finish_reason=output.finish_reason or "stop",
                 stop_reason=output.stop_reason,
+                token_ids=output.token_ids if job.return_token_ids else msgspec.UNSET,
             )
             for choice, output in enumerate(outputs)
         ]
         return ChatResponse(
-            id=job.id, created=job.created, model=job.model, choices=choices, usage=usage
+            id=job.id,
+            created=job.created,
+            model=job.model,
+            choices=choices,
+            usage=usage,
+            prompt_token_ids=job.prompts[0] if job.return_token_ids else msgspec.UNSET,
         )
 
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
@@ -288,12 +323,14 @@ class ChatRenderer:
             return None
         return self._writer.chat(output.token_ids, output.logprobs or [])
 
-    def _chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> ChatChunk:
+    def _chunk(
+        self, choices: list[ChunkChoice], usage: Usage | msgspec.UnsetType | None
+    ) -> ChatChunk:
         job = self._job
         return ChatChunk(
             id=job.id,
             created=job.created,
             model=job.model,
             choices=choices,
-            usage=usage or self._usage_field,
+            usage=usage,
         )

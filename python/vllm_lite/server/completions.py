@@ -1,14 +1,13 @@
 """``/v1/completions``."""
 
-import secrets
-import time
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from vllm_lite.outputs import CompletionOutput
-from vllm_lite.server.errors import bad_request, from_decode_error, show
-from vllm_lite.server.generation import Job
+from vllm_lite.server.body import decode
+from vllm_lite.server.errors import bad_request, show
+from vllm_lite.server.generation import Job, Renderer, make_job
 from vllm_lite.server.logprobs import LogprobsWriter
 from vllm_lite.server.protocol import (
     CompletionChoice,
@@ -25,6 +24,7 @@ from vllm_lite.server.sampling import (
     refuse_unsupported,
     sampling_params,
     served_name,
+    truncated,
 )
 from vllm_lite.server.state import ServerState
 
@@ -35,10 +35,7 @@ _decoder = msgspec.json.Decoder(CompletionRequest)
 
 def prepare(state: ServerState, body: bytes) -> tuple[Job, "CompletionRenderer"]:
     """Parses, checks and tokenises a body; runs in a thread. Raises ``ApiError``."""
-    try:
-        request = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise from_decode_error(error, body) from error
+    request = decode(_decoder, body)
     engine = state.engine
     model = served_name(engine, request.model)
     refuse_unsupported(request)
@@ -57,6 +54,7 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "CompletionRenderer"]
     for ids in token_ids:
         if not ids:
             raise bad_request("prompt: empty; it must have at least one token", "prompt")
+    token_ids = [truncated(request, ids, engine.config.max_model_len) for ids in token_ids]
     lengths = [
         output_length(request, len(ids), engine.config.max_model_len, DEFAULT_MAX_TOKENS, "prompt")
         for ids in token_ids
@@ -64,17 +62,8 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "CompletionRenderer"]
     for ids in token_ids:  # after the lengths, so that no endless list is looked through
         check_token_ids(ids, engine.model_config.vocab_size, "prompt")
     params = sampling_params(request, engine, logprobs=request.logprobs, max_tokens=min(lengths))
-    options = request.stream_options
-    job = Job(
-        id=f"cmpl-{secrets.token_hex(16)}",
-        model=model,
-        created=int(time.time()),
-        prompts=token_ids,
-        params=for_prompts(params, lengths),
-        priority=request.priority or 0,
-        stream=bool(request.stream),
-        include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
+    job = make_job(
+        request, "cmpl-", model=model, prompts=token_ids, params=for_prompts(params, lengths)
     )
     return job, CompletionRenderer(state, job, bool(request.return_tokens_as_token_ids))
 
@@ -94,10 +83,11 @@ def _split(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     return prompt  # type: ignore[return-value]
 
 
-class CompletionRenderer:
+class CompletionRenderer(Renderer):
     def __init__(self, state: ServerState, job: Job, ids: bool) -> None:
         self._job = job
         self._usage_field: msgspec.UnsetType | None = None if job.include_usage else msgspec.UNSET
+        self._greeted: set[int] = set()  # choices whose prompt's ids are out
         top = job.params[0].logprobs
         choices = len(job.prompts) * job.params[0].n
         self._writers = (
@@ -115,13 +105,16 @@ class CompletionRenderer:
         )
 
     def chunks(
-        self, choice: int, output: CompletionOutput, usage: Usage | None
+        self, choice: int, output: CompletionOutput, usage: Usage
     ) -> Iterator[CompletionResponse]:
-        if output.text or output.finish_reason or (self._writers and output.token_ids):
-            yield self._response([self._choice(choice, output)], usage or self._usage_field)
+        tells_ids = self._writers is not None or self._job.return_token_ids
+        if output.text or output.finish_reason or (tells_ids and output.token_ids):
+            shown = usage if self._job.continuous_usage else self._usage_field
+            yield self._response([self._choice(choice, output)], shown)
 
-    def usage_chunk(self, usage: Usage) -> CompletionResponse:
-        return self._response([], usage)
+    def ending(self, usage: Usage) -> Iterator[CompletionResponse]:
+        if self._job.include_usage:
+            yield self._response([], usage)
 
     def whole(self, outputs: Sequence[CompletionOutput], usage: Usage) -> CompletionResponse:
         return self._response(
@@ -129,13 +122,20 @@ class CompletionRenderer:
         )
 
     def _choice(self, choice: int, output: CompletionOutput) -> CompletionChoice:
-        return CompletionChoice(
+        job = self._job
+        shown = CompletionChoice(
             index=choice,
             text=output.text,
             logprobs=self._logprobs(choice, output),
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
         )
+        if job.return_token_ids:
+            shown.token_ids = output.token_ids
+            if choice not in self._greeted:
+                self._greeted.add(choice)
+                shown.prompt_token_ids = job.prompts[choice // job.params[0].n]
+        return shown
 
     def _logprobs(self, choice: int, output: CompletionOutput) -> CompletionLogprobs | None:
         if self._writers is None:

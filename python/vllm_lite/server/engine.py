@@ -23,6 +23,8 @@ class TokenizerLike(Protocol):
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Raises ValueError when the template refuses the conversation or there is none."""
@@ -69,12 +71,13 @@ class EngineLike(Protocol):
 
     def generate(
         self,
-        prompt: list[int],
+        prompt: list[int] | Mapping[str, object],
         sampling_params: SamplingParams,
         request_id: str,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Closing the generator aborts the request.
+        """``prompt``: ids, or ``{"prompt_token_ids": ids, "cache_salt": text}``. Closing the
+        generator aborts the request.
 
         Raises before its first output ``ValueError``, ``QueueFullError`` or ``EngineDeadError``;
         later ``EngineError`` when the request failed.

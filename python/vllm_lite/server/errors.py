@@ -1,4 +1,7 @@
-"""Every error answer has OpenAI's shape: ``{"error": {message, type, param, code}}``."""
+"""Every error answer has OpenAI's shape: ``{"error": {message, type, param, code}}``.
+
+On Anthropic's routes it has theirs: ``{"type": "error", "error": {type, message}}``.
+"""
 
 import math
 import re
@@ -22,6 +25,31 @@ class ErrorResponse(msgspec.Struct, kw_only=True):
     error: ErrorInfo
 
 
+class MessagesErrorInfo(msgspec.Struct, kw_only=True):
+    type: str
+    message: str
+
+
+class MessagesErrorResponse(msgspec.Struct, kw_only=True):
+    type: str = "error"
+    error: MessagesErrorInfo
+
+
+# Anthropic's names; other statuses below 500 are invalid_request_error, above api_error.
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def is_messages_path(path: str) -> bool:
+    """Anthropic's routes."""
+    return path in ("/v1/messages", "/v1/messages/count_tokens")
+
+
 class ApiError(Exception):
     """An error with its HTTP status; ``param`` is the request field at fault."""
 
@@ -40,8 +68,16 @@ class ApiError(Exception):
         self.info = ErrorInfo(message=message, type=type, param=param, code=code)
         self.headers = dict(headers or {})
 
-    def body(self) -> bytes:
+    def body(self, path: str = "") -> bytes:
+        """In the shape that the route has."""
+        if is_messages_path(path):
+            return msgspec.json.encode(self.for_messages())
         return msgspec.json.encode(ErrorResponse(error=self.info))
+
+    def for_messages(self) -> MessagesErrorResponse:
+        kind = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = _MESSAGES_TYPES.get(self.status, kind)
+        return MessagesErrorResponse(error=MessagesErrorInfo(type=kind, message=self.info.message))
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

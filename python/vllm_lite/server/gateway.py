@@ -19,6 +19,7 @@ from vllm_lite.server.errors import (
     bad_request,
     from_exception,
     internal_error,
+    is_messages_path,
     unavailable,
 )
 from vllm_lite.server.state import ServerState
@@ -28,7 +29,7 @@ logger = logging.getLogger("vllm_lite.server")
 # Compared with the path as it is, so that no spelling of another route can pass as one of these.
 _NO_KEY = frozenset({"/health"})
 _WHILE_DRAINING = frozenset({"/health", "/metrics"})
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:+=@/-]{1,128}", re.ASCII)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:+=@/-]{1,128}", re.ASCII)  # protocol.RequestId, too
 
 
 class Gateway:
@@ -77,13 +78,14 @@ class Gateway:
                 logger.exception("%s %s failed", scope["method"], scope["path"])
             if started:
                 raise  # too late for an answer; the connection ends
-            await send_error(known or internal_error(), send_with_headers)
+            await send_error(known or internal_error(), scope["path"], send_with_headers)
 
     def _admit(self, path: str, headers: Headers) -> None:
         if (
             self._keys
             and path not in _NO_KEY
             and not self._has_key(headers.getlist("authorization"))
+            and not (is_messages_path(path) and self._is_key(headers.getlist("x-api-key")))
         ):
             raise ApiError(
                 401,
@@ -97,13 +99,17 @@ class Gateway:
             raise error
 
     def _has_key(self, values: list[str]) -> bool:
+        parts = [value.partition(" ") for value in values]
+        known = self._is_key([key for _, _, key in parts])
+        return known and parts[0][0].lower() == "bearer"
+
+    def _is_key(self, values: list[str]) -> bool:
         if len(values) != 1:
             return False
-        scheme, _, key = values[0].partition(" ")
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        digest = hashlib.sha256(values[0].strip().encode("latin-1")).digest()
         # Every key is compared, so that the time tells nothing about which one matched.
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+        return any(matches)
 
     def _now(self) -> bytes:
         seconds = int(time.time())
@@ -112,8 +118,8 @@ class Gateway:
         return self._date[1]
 
 
-async def send_error(error: ApiError, send: Send) -> None:
-    body = error.body()
+async def send_error(error: ApiError, path: str, send: Send) -> None:
+    body = error.body(path)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),

@@ -7,9 +7,12 @@ aborts the request.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -18,8 +21,14 @@ from starlette.types import Message, Receive, Scope, Send
 from vllm_lite.errors import EngineError
 from vllm_lite.outputs import CompletionOutput, RequestOutput
 from vllm_lite.sampling_params import SamplingParams
-from vllm_lite.server.errors import ApiError, from_exception, internal_error, unavailable
-from vllm_lite.server.protocol import PromptTokensDetails, Usage
+from vllm_lite.server.errors import (
+    ApiError,
+    ErrorResponse,
+    from_exception,
+    internal_error,
+    unavailable,
+)
+from vllm_lite.server.protocol import GenerationRequest, PromptTokensDetails, Usage
 from vllm_lite.server.state import ServerState
 
 logger = logging.getLogger("vllm_lite.server")
@@ -40,7 +49,10 @@ T = TypeVar("T")
 
 
 class Job(msgspec.Struct, kw_only=True):
-    """A checked request: one engine request per prompt, ``params[i].n`` choices each."""
+    """A checked request: one engine request per prompt, ``params[i].n`` choices each.
+
+    ``id`` is what the answer calls it. A client may choose it, so that the engine gets another.
+    """
 
     id: str
     model: str
@@ -48,25 +60,61 @@ class Job(msgspec.Struct, kw_only=True):
     prompts: list[list[int]]
     params: list[SamplingParams]
     priority: int
+    cache_salt: str  # empty: none
     stream: bool
-    include_usage: bool = False
-    continuous_usage: bool = False
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
 
 
-class Renderer(Protocol):
+def make_job(
+    request: GenerationRequest,
+    prefix: str,
+    *,
+    model: str,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+) -> Job:
+    """``prefix``: of the answer's id, which says what kind of object it is."""
+    options = request.stream_options
+    return Job(
+        id=prefix + (request.request_id or secrets.token_hex(16)),
+        model=model,
+        created=int(time.time()),
+        prompts=prompts,
+        params=params,
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
+        stream=bool(request.stream),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+        return_token_ids=bool(request.return_token_ids),
+    )
+
+
+class Renderer(ABC):
     """An endpoint's shapes. ``choice`` counts over all prompts: prompt x n + sample."""
 
+    # Server-sent events carry their ``type`` as name, and no [DONE] follows the last.
+    named_events = False
+
+    @abstractmethod
     def chunks(
-        self, choice: int, output: CompletionOutput, usage: Usage | None
+        self, choice: int, output: CompletionOutput, usage: Usage
     ) -> Iterator[msgspec.Struct]:
-        """Stream chunks for what is new; none when there is nothing to tell."""
-        ...
+        """Events for what is new; none when there is nothing to tell. ``usage``: up to here."""
 
-    def usage_chunk(self, usage: Usage) -> msgspec.Struct: ...
+    @abstractmethod
+    def ending(self, usage: Usage) -> Iterator[msgspec.Struct]:
+        """Events after the last choice has ended."""
 
+    @abstractmethod
     def whole(self, outputs: Sequence[CompletionOutput], usage: Usage) -> msgspec.Struct:
         """The plain answer; ``outputs`` in the order of choices."""
-        ...
+
+    def error(self, error: ApiError) -> msgspec.Struct:
+        """A stream's last event when the engine fails."""
+        return ErrorResponse(error=error.info)
 
 
 class GenerationResponse(Response):
@@ -75,6 +123,7 @@ class GenerationResponse(Response):
     def __init__(self, state: ServerState, job: Job, renderer: Renderer) -> None:
         self.background = None
         self._state = state
+        self._path = ""
         self._job = job
         self._renderer = renderer
         self._started = False  # the status line is out
@@ -82,6 +131,7 @@ class GenerationResponse(Response):
         self._has_output = False
         self._aborted = False
         self._work: asyncio.Task[None] | None = None
+        self._prompt_tokens = sum(map(len, job.prompts))
         self._cached = [0] * len(job.prompts)
         self._generated = 0
 
@@ -92,6 +142,7 @@ class GenerationResponse(Response):
             self._work.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._path = scope["path"]
         if self._state.stopped:  # the grace time ended while the request was being parsed
             await self._last_words(send, _shutting_down())
             return
@@ -128,24 +179,30 @@ class GenerationResponse(Response):
                 await self._send_error(send, error)
 
     async def _stream(self, send: Send) -> None:
-        job = self._job
-        encode = self._state.encoder.encode
-        n = job.params[0].n
+        n = self._job.params[0].n
         async with aclosing(self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 self._count(prompt_index, output)
-                usage = self._usage() if job.continuous_usage else None
-                events = bytearray()
+                usage = self._usage()
+                events = b""
                 for sample in output.outputs:
                     choice = prompt_index * n + sample.index
-                    for chunk in self._renderer.chunks(choice, sample, usage):
-                        events += b"data: " + encode(chunk) + b"\n\n"
+                    events += self._frame(self._renderer.chunks(choice, sample, usage))
                 if events or not self._started:
-                    await self._send_events(send, bytes(events), more=True)
-        last = b"data: [DONE]\n\n"
-        if job.include_usage:
-            last = b"data: " + encode(self._renderer.usage_chunk(self._usage())) + b"\n\n" + last
+                    await self._send_events(send, events, more=True)
+        last = self._frame(self._renderer.ending(self._usage()))
+        if not self._renderer.named_events:
+            last += b"data: [DONE]\n\n"
         await self._send_events(send, last, more=False)
+
+    def _frame(self, events: Iterable[msgspec.Struct]) -> bytes:
+        encode = self._state.encoder.encode
+        if not self._renderer.named_events:
+            return b"".join(b"data: " + encode(event) + b"\n\n" for event in events)
+        return b"".join(
+            b"event: " + event.type.encode() + b"\ndata: " + encode(event) + b"\n\n"  # type: ignore[attr-defined]
+            for event in events
+        )
 
     async def _plain(self, send: Send) -> None:
         n = self._job.params[0].n
@@ -179,9 +236,12 @@ class GenerationResponse(Response):
 
     async def _one(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         job = self._job
-        request_id = job.id if len(job.prompts) == 1 else f"{job.id}-{index}"
-        prompt = job.prompts[index]
-        watch = self._state.metrics.watch(len(prompt), job.stream)
+        request_id = f"{job.id}-{secrets.token_hex(8)}"
+        ids = job.prompts[index]
+        prompt: list[int] | Mapping[str, object] = ids
+        if job.cache_salt:
+            prompt = {"prompt_token_ids": ids, "cache_salt": job.cache_salt}
+        watch = self._state.metrics.watch(len(ids), job.stream)
         reason = "abort"
         finished: list[str] = []
         try:
@@ -215,19 +275,19 @@ class GenerationResponse(Response):
             self._generated += len(sample.token_ids)
 
     def _usage(self) -> Usage:
-        prompt = sum(map(len, self._job.prompts))
         return Usage(
-            prompt_tokens=prompt,
+            prompt_tokens=self._prompt_tokens,
             completion_tokens=self._generated,
-            total_tokens=prompt + self._generated,
+            total_tokens=self._prompt_tokens + self._generated,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached)),
         )
 
     async def _send_error(self, send: Send, error: ApiError) -> None:
         if not self._started:
-            await self._send_body(send, error.status, error.body(), error.headers)
+            body = error.body(self._path)
+            await self._send_body(send, error.status, body, error.headers)
         elif not self._complete:
-            await self._send_events(send, b"data: " + error.body() + b"\n\n", more=False)
+            await self._send_events(send, self._frame([self._renderer.error(error)]), more=False)
 
     async def _send_events(self, send: Send, events: bytes, *, more: bool) -> None:
         if not self._started:

@@ -21,6 +21,7 @@ class ServerOptions:
     threads: int = 4  # threads that parse, template and tokenise
     cors_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
     access_log: bool = False
+    trust_request_chat_template: bool = False  # take chat_template from requests
 
     def __post_init__(self) -> None:
         bounds = {

@@ -6,7 +6,7 @@ OpenAI does; fields that are known but not supported are declared too (``Unsuppo
 they can be refused by name.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -25,12 +25,21 @@ from vllm_lite.sampling_params import (
 Unsupported = Annotated[
     Any, Meta(description="Not supported yet: only null or the value for 'off'.")
 ]
+Ignored = Annotated[Any, Meta(description="Accepted; makes no difference here.")]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NonNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+# What X-Request-Id may be, too (gateway).
+RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:+=@/-]{1,128}$(?!\n)")]
+Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of one message
+MAX_TOOLS = 1024
+MAX_DOCUMENTS = 1024
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -38,17 +47,14 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """What both generation endpoints take."""
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What every endpoint that generates takes."""
 
     model: str | None = None
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None  # wins over max_tokens
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0: off
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
     seed: Int64 | None = None
     repetition_penalty: (
         Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None
@@ -65,15 +71,34 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: NonNegative | None = None
     skip_special_tokens: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     user: str | None = None
     priority: Int32 | None = None  # lower runs first
+    request_id: RequestId | None = None  # part of the answer's id
+    cache_salt: Salt | None = None  # requests with different salts share no KV
+
+    metadata: Ignored = None
+    prompt_cache_key: Ignored = None
+    safety_identifier: Ignored = None
+    service_tier: Ignored = None
+    store: Ignored = None
+
+
+class GenerationRequest(SamplingFields, kw_only=True):
+    """What both of OpenAI's older generation endpoints take."""
+
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None  # wins over max_tokens
+    n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
+    stream_options: StreamOptions | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: to fit
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    prediction: Ignored = None
 
     best_of: Positive | None = None  # only equal to n
     bad_words: Unsupported = None
-    cache_salt: Unsupported = None
     echo: Unsupported = None
     guided_choice: Unsupported = None
     guided_grammar: Unsupported = None
@@ -84,12 +109,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     logits_processors: Unsupported = None
     prompt_logprobs: Unsupported = None
     response_format: Unsupported = None
-    return_token_ids: Unsupported = None
     spaces_between_special_tokens: Unsupported = None
     structured_outputs: Unsupported = None
     structural_tag: Unsupported = None
-    truncate_prompt_tokens: Unsupported = None
     use_beam_search: Unsupported = None
+    vllm_xargs: Unsupported = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -102,10 +126,11 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """Only ``text`` parts are supported."""
+    """Only text is supported: ``text``, ``input_text`` and ``output_text``, and ``refusal``."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -121,10 +146,11 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 class Message(msgspec.Struct, kw_only=True):
     role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
+    refusal: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
 
 
@@ -141,33 +167,33 @@ class Tool(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template: Annotated[str, Meta(max_length=1 << 16)] | None = None  # if the operator allows
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None  # with tool_choice 'none'
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)] | None = None
+    reasoning_effort: Effort | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = (
+        None  # with tool_choice 'none'
+    )
     tool_choice: str | dict[str, Any] | None = None
 
-    add_special_tokens: Unsupported = None
     audio: Unsupported = None
-    chat_template: Unsupported = None
-    documents: Unsupported = None
     function_call: Unsupported = None
     functions: Unsupported = None
     mm_processor_kwargs: Unsupported = None
     modalities: Unsupported = None
-    reasoning_effort: Unsupported = None
-    verbosity: Unsupported = None
+    verbosity: Ignored = None
     web_search_options: Unsupported = None
 
 
 # The values, beside null, that ask nothing of a feature that is not there.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (False,),
     "bad_words": ([],),
-    "documents": ([],),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
@@ -176,15 +202,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "use_beam_search": (False,),
-    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
 }
 
 
-def unsupported_fields(request_type: type[GenerationRequest]) -> tuple[str, ...]:
+def unsupported_fields(request_type: type[SamplingFields]) -> tuple[str, ...]:
     return tuple(f.name for f in msgspec.structs.fields(request_type) if f.type is Unsupported)
 
 
@@ -217,6 +242,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop string or token id that matched; null for EOS
+    prompt_token_ids: list[int] | UnsetType = UNSET  # with return_token_ids, in the first chunk
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
@@ -260,6 +287,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET  # with return_token_ids
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
@@ -269,6 +297,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, kw_only=True):
@@ -282,6 +311,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET  # in the chunk that finishes
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -291,6 +321,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

@@ -14,6 +14,7 @@ from vllm_lite.server.errors import ApiError, bad_request, field_of, show
 from vllm_lite.server.protocol import (
     NEUTRAL,
     GenerationRequest,
+    SamplingFields,
     unsupported_fields,
 )
 from vllm_lite.server.state import ServerState
@@ -41,7 +42,8 @@ _SAME = (
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def refuse_unsupported(request: GenerationRequest) -> None:
+def refuse_fields(request: SamplingFields) -> None:
+    """Refuses what the request's type declares as not supported."""
     for name in unsupported_fields(type(request)):
         value = getattr(request, name)
         if value is None or any(
@@ -53,6 +55,10 @@ def refuse_unsupported(request: GenerationRequest) -> None:
             name,
             "unsupported_parameter",
         )
+
+
+def refuse_unsupported(request: GenerationRequest) -> None:
+    refuse_fields(request)
     n = request.n or 1
     if request.best_of is not None and request.best_of != n:
         raise bad_request(
@@ -178,6 +184,22 @@ def output_length(
             "context_length_exceeded",
         )
     return int(asked)
+
+
+def truncated(request: GenerationRequest, ids: list[int], max_model_len: int) -> list[int]:
+    """The last ``truncate_prompt_tokens`` of the prompt; -1: as many as leave room for output."""
+    kept = request.truncate_prompt_tokens
+    if kept is None:
+        return ids
+    if kept == 0 or kept > max_model_len:
+        raise bad_request(
+            f"truncate_prompt_tokens: {kept}; it must be -1 or from 1 to {max_model_len}"
+            " (max_model_len)",
+            "truncate_prompt_tokens",
+        )
+    if kept == -1:
+        kept = max_model_len - (request.max_completion_tokens or request.max_tokens or 1)
+    return ids[-kept:] if kept > 0 else ids
 
 
 def for_prompts(params: SamplingParams, lengths: list[int]) -> list[SamplingParams]:

@@ -38,6 +38,8 @@ class FakeTokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         self.chats.append(
@@ -46,6 +48,8 @@ class FakeTokenizer:
                 "tools": tools,
                 "add_generation_prompt": add_generation_prompt,
                 "continue_final_message": continue_final_message,
+                "add_special_tokens": add_special_tokens,
+                "chat_template": chat_template,
                 "template_kwargs": dict(template_kwargs or {}),
             }
         )
@@ -102,6 +106,7 @@ class Call:
     params: SamplingParams
     request_id: str
     priority: int
+    cache_salt: str | None = None
 
 
 class FakeEngine:
@@ -121,13 +126,16 @@ class FakeEngine:
 
     async def generate(
         self,
-        prompt: list[int],
+        prompt: list[int] | Mapping[str, Any],
         sampling_params: SamplingParams,
         request_id: str,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         script, params = self.script, sampling_params
-        self.calls.append(Call(prompt, params, request_id, priority))
+        salt = None
+        if isinstance(prompt, Mapping):
+            prompt, salt = prompt["prompt_token_ids"], prompt["cache_salt"]
+        self.calls.append(Call(prompt, params, request_id, priority, salt))
         if script.start_error is not None:
             raise script.start_error
         if any(call.request_id == request_id for call in self.calls[:-1]):

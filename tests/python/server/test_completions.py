@@ -221,10 +221,10 @@ def test_defaults_come_from_the_model(client: Client) -> None:
         ("guided_choice", ["a"]),
         ("structured_outputs", {"json": {}}),
         ("use_beam_search", True),
-        ("truncate_prompt_tokens", 3),
-        ("cache_salt", "s"),
+        ("vllm_xargs", {"a": 1}),
+        ("kv_transfer_params", {}),
+        ("spaces_between_special_tokens", False),
         ("logits_processors", ["x"]),
-        ("return_token_ids", True),
         ("echo", 0),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from server.client import Client, refused
 from server.fakes import VOCAB_SIZE
-from vllm_lite.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from vllm_lite.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, Ignored
 
 PATHS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
 GOOD: dict[str, dict[str, Any]] = {
@@ -70,10 +70,17 @@ WRONG: dict[str, list[Any]] = {
     "stream_options": [1, "x", [], {}, {"include_usage": 1}, {"include_usage": True}],
     "user": [1, True, [], {}],
     "priority": [*NUMBER, 1.5, 2**31, -(2**31) - 1],
+    "request_id": [1, [], {}, "", "a b", "x" * 129, "a\n", "é"],
+    "cache_salt": [1, True, [], {}, "", "x" * 1025],
+    "truncate_prompt_tokens": [*NUMBER, 0, -2, 1.5, 257, 2**31],
+    "return_token_ids": [1, "true", [], {}],
+    "documents": [1, "x", {}, [1], ["x"], [{}] * 1025],
+    "reasoning_effort": [1, True, [], {}, "", "extreme"],
+    "chat_template": [1, True, [], {}, "x", "x" * 70_000],
     "best_of": [*NUMBER, 0, -1, 2],
     "prompt": [1, True, {}, [], "", [VOCAB_SIZE]],
     "add_special_tokens": [1, "x", [], {}],
-    "messages": [1, "x", {}, [], [1], [{}]],
+    "messages": [1, "x", {}, [], [1], [{}], [{"role": "user", "content": "x"}] * 4097],
     "top_logprobs": [*NUMBER, -1, 21, 1.5, 1],
     "add_generation_prompt": [1, "x", [], {}],
     "continue_final_message": [1, "x", [], {}],
@@ -88,6 +95,8 @@ UNSUPPORTED = [True, 1, "xyz", [1], {"a": 1}]
 def wrong_values(path: str, field: str) -> list[Any]:
     if field == "logprobs":
         return LOGPROBS[path]
+    if any(f.name == field and f.type is Ignored for f in msgspec.structs.fields(PATHS[path])):
+        return []
     values = WRONG.get(field, UNSUPPORTED)
     # Neutral values of fields that are not supported are fine.
     return [v for v in values if not (v is True and field == "spaces_between_special_tokens")
