@@ -1,24 +1,34 @@
 """The routes."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
-from vllm_lite.server import chat, completions, openapi
+from vllm_lite.server import chat, completions, messages, openapi, responses, tokenize
 from vllm_lite.server.body import Body
 from vllm_lite.server.engine import EngineLike
 from vllm_lite.server.errors import ApiError, show, unavailable
 from vllm_lite.server.gateway import Gateway
 from vllm_lite.server.generation import GenerationResponse, Job, Renderer
 from vllm_lite.server.options import ServerOptions
-from vllm_lite.server.protocol import ModelCard, ModelList
+from vllm_lite.server.protocol import (
+    HealthResponse,
+    LoadResponse,
+    ModelCard,
+    ModelList,
+    VersionResponse,
+)
 from vllm_lite.server.state import ServerState
 from vllm_lite.version import __version__
 
 Prepare = Callable[[ServerState, bytes], tuple[Job, Renderer]]
+Endpoint = Callable[..., Awaitable[Response]]
+Work = Callable[[ServerState, bytes], msgspec.Struct]
 
 
 def create_app(engine: EngineLike, options: ServerOptions | None = None) -> FastAPI:
@@ -53,6 +63,13 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
             id=name, created=state.created, root=config.model, max_model_len=config.max_model_len
         )
 
+    def get(path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
+        def add(endpoint: Endpoint) -> Endpoint:
+            app.head(path, include_in_schema=False)(endpoint)
+            return app.get(path, **options)(endpoint)
+
+        return add
+
     @app.post(
         "/v1/completions",
         openapi_extra=openapi.generation(
@@ -69,11 +86,60 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
     async def create_chat_completion(request: Request) -> Response:
         return await _generate(request, state, chat.prepare)
 
-    @app.get("/v1/models", openapi_extra=openapi.answers("ModelList"))
+    @app.post(
+        "/v1/responses",
+        openapi_extra=openapi.generation(
+            "ResponsesRequest", "ResponsesResponse", "ResponsesEvent", last="an event error"
+        ),
+    )
+    async def create_response(request: Request) -> Response:
+        return await _generate(request, state, responses.prepare)
+
+    @app.post(
+        "/v1/messages",
+        openapi_extra=openapi.generation(
+            "MessagesRequest",
+            "MessagesResponse",
+            "MessagesEvent",
+            last="a MessagesErrorResponse",
+            error="MessagesErrorResponse",
+        ),
+    )
+    async def create_message(request: Request) -> Response:
+        return await _generate(request, state, messages.prepare)
+
+    @app.post(
+        "/v1/messages/count_tokens",
+        openapi_extra=openapi.takes(
+            "CountTokensRequest", "CountTokensResponse", error="MessagesErrorResponse"
+        ),
+    )
+    async def count_tokens(request: Request) -> Response:
+        return await _answer(request, state, messages.count_tokens)
+
+    @app.post(
+        "/tokenize",
+        openapi_extra=openapi.takes(
+            ("TokenizeTextRequest", "TokenizeChatRequest"), "TokenizeResponse"
+        ),
+    )
+    async def tokenize_text(request: Request) -> Response:
+        return await _answer(request, state, tokenize.tokenize)
+
+    @app.post("/detokenize", openapi_extra=openapi.takes("DetokenizeRequest", "DetokenizeResponse"))
+    async def detokenize_ids(request: Request) -> Response:
+        return await _answer(request, state, tokenize.detokenize)
+
+    @get("/load", openapi_extra=openapi.answers("LoadResponse"))
+    async def show_load() -> Response:
+        """Requests that are being answered."""
+        return _json(LoadResponse(server_load=len(state.active)))
+
+    @get("/v1/models", openapi_extra=openapi.answers("ModelList"))
     async def list_models() -> Response:
         return _json(ModelList(data=[card(name) for name in config.served_model_names]))
 
-    @app.get("/v1/models/{model:path}", openapi_extra=openapi.answers("ModelCard"))
+    @get("/v1/models/{model:path}", openapi_extra=openapi.answers("ModelCard"))
     async def retrieve_model(model: str) -> Response:
         if model not in config.served_model_names:
             raise ApiError(
@@ -84,21 +150,31 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
             )
         return _json(card(model))
 
-    @app.get("/health")
+    @get("/health", openapi_extra=openapi.answers("HealthResponse"))
     async def health() -> Response:
         """200 while the engine can serve, 503 with the reason otherwise."""
         reason = "the server is shutting down" if state.draining else engine.health()
         if reason is not None:
             raise unavailable(reason)
-        return _json({"status": "ok"})
+        return _json(HealthResponse())
 
-    @app.get("/version")
+    @get("/version", openapi_extra=openapi.answers("VersionResponse"))
     async def show_version() -> Response:
-        return _json({"version": __version__})
+        return _json(VersionResponse(version=__version__))
 
-    @app.get("/metrics", openapi_extra=openapi.text("Prometheus text format"))
+    @get("/metrics", openapi_extra=openapi.text("Prometheus text format"))
     async def metrics() -> Response:
         return Response(state.metrics.page(), media_type=state.metrics.content_type)
+
+
+async def _answer(request: Request, state: ServerState, work: Work) -> Response:
+    """For what needs no engine. ``work`` and the writing of its answer run in a thread."""
+    try:
+        async with Body(request, state) as chunks:
+            body = await state.offload(lambda: msgspec.json.encode(work(state, b"".join(chunks))))
+    except ClientDisconnect:
+        return Response(status_code=499)  # nobody reads it
+    return Response(body, media_type="application/json")
 
 
 async def _generate(request: Request, state: ServerState, prepare: Prepare) -> Response:
@@ -115,9 +191,9 @@ def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-async def _on_api_error(_: Request, error: Exception) -> Response:
+async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return Response(error.body(), error.status, error.headers, "application/json")
+    return Response(error.body(request.url.path), error.status, error.headers, "application/json")
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -126,7 +202,18 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     message, code = f"{where}: {error.detail}", None
     if error.status_code == 404:
         message, code = f"{where}: there is no such route", "not_found"
-    elif error.status_code == 405:
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
         message, code = f"{where}: this route does not take this method", "method_not_allowed"
-    api_error = ApiError(error.status_code, message, code=code, headers=error.headers)
+        headers["Allow"] = ", ".join(_methods(request))
+    api_error = ApiError(error.status_code, message, code=code, headers=headers)
     return await _on_api_error(request, api_error)
+
+
+def _methods(request: Request) -> list[str]:
+    """What the routes at the request's path take: GET and HEAD are two of them."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods
+    return sorted(methods)

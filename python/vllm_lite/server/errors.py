@@ -18,7 +18,7 @@ class ErrorInfo(msgspec.Struct, kw_only=True):
     message: str
     type: str
     param: str | None = None
-    code: str | int | None = None
+    code: str | None = None
 
 
 class ErrorResponse(msgspec.Struct, kw_only=True):
@@ -67,6 +67,25 @@ class ApiError(Exception):
         self.status = status
         self.info = ErrorInfo(message=message, type=type, param=param, code=code)
         self.headers = dict(headers or {})
+
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """The same about a request whose fields have other names: ``names`` by those here."""
+        param = self.info.param or ""
+        field = re.split(r"[.\[]", param, maxsplit=1)[0]
+        other = names.get(field)
+        if other is None:
+            return self
+        message = self.info.message
+        if message.startswith(field):
+            message = other + message.removeprefix(field)
+        return ApiError(
+            self.status,
+            message,
+            type=self.info.type,
+            param=other,
+            code=self.info.code,
+            headers=self.headers,
+        )
 
     def body(self, path: str = "") -> bytes:
         """In the shape that the route has."""
@@ -144,6 +163,9 @@ def from_decode_error(error: Exception, body: bytes) -> ApiError:
         return bad_request(f"the request body is not valid JSON: {text}", code="invalid_json")
     what, _, where = text.partition(" - at ")
     path = where.removeprefix("`key` in ").strip("`").removeprefix("$").removeprefix(".")
+    missing = re.fullmatch(r"Object missing required field `(.*)`", what)
+    if missing and not path:
+        return bad_request(f"{missing[1]}: missing; it is required", missing[1])
     if not path:
         return bad_request(f"the request body must be a JSON object: {what}")
     found = _value_at(body, path)

@@ -6,15 +6,33 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from vllm_lite.server.errors import ErrorResponse
+from vllm_lite.server.errors import ErrorResponse, MessagesErrorResponse
+from vllm_lite.server.messages_protocol import (
+    CountTokensRequest,
+    CountTokensResponse,
+    MessagesEvent,
+    MessagesRequest,
+    MessagesResponse,
+)
 from vllm_lite.server.protocol import (
     ChatChunk,
     ChatRequest,
     ChatResponse,
     CompletionRequest,
     CompletionResponse,
+    HealthResponse,
+    LoadResponse,
     ModelCard,
     ModelList,
+    VersionResponse,
+)
+from vllm_lite.server.responses_protocol import ResponsesEvent, ResponsesRequest, ResponsesResponse
+from vllm_lite.server.tokenize import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeChatRequest,
+    TokenizeResponse,
+    TokenizeTextRequest,
 )
 
 _TYPES = (
@@ -23,41 +41,81 @@ _TYPES = (
     ChatResponse,
     CompletionRequest,
     CompletionResponse,
+    CountTokensRequest,
+    CountTokensResponse,
+    DetokenizeRequest,
+    DetokenizeResponse,
     ErrorResponse,
+    HealthResponse,
+    LoadResponse,
+    MessagesErrorResponse,
+    MessagesEvent,
+    MessagesRequest,
+    MessagesResponse,
     ModelCard,
     ModelList,
+    ResponsesEvent,
+    ResponsesRequest,
+    ResponsesResponse,
+    TokenizeChatRequest,
+    TokenizeResponse,
+    TokenizeTextRequest,
+    VersionResponse,
 )
 
 
-def _json(name: str, description: str) -> dict[str, Any]:
-    schema = {"$ref": f"#/components/schemas/{name}"}
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _json(schema: dict[str, Any], description: str) -> dict[str, Any]:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
-_ERRORS = {
-    "4XX": _json("ErrorResponse", "The request was refused"),
-    "5XX": _json("ErrorResponse", "The server or its engine failed"),
-}
+def _errors(name: str) -> dict[str, Any]:
+    return {
+        "4XX": _json(_ref(name), "The request was refused"),
+        "5XX": _json(_ref(name), "The server or its engine failed"),
+    }
 
 
-def answers(name: str) -> dict[str, Any]:
-    return {"responses": {"200": _json(name, "OK"), **_ERRORS}}
+def answers(name: str, error: str = "ErrorResponse") -> dict[str, Any]:
+    return {"responses": {"200": _json(_ref(name), "OK"), **_errors(error)}}
 
 
 def text(description: str) -> dict[str, Any]:
     content = {"text/plain": {"schema": {"type": "string"}}}
-    return {"responses": {"200": {"description": description, "content": content}, **_ERRORS}}
+    found = {"description": description, "content": content}
+    return {"responses": {"200": found, **_errors("ErrorResponse")}}
 
 
-def generation(request: str, response: str, chunk: str) -> dict[str, Any]:
-    """A route that takes ``request`` and gives ``response``, or server-sent events of ``chunk``."""
-    out = answers(response)
-    out["responses"]["200"]["description"] = (
-        f"The answer; with stream true events of {chunk}, the last [DONE] or an ErrorResponse"
+def takes(
+    request: str | tuple[str, ...], response: str, error: str = "ErrorResponse"
+) -> dict[str, Any]:
+    """A route that takes one of the types in ``request``."""
+    schema: dict[str, Any] = (
+        _ref(request) if isinstance(request, str) else {"anyOf": [_ref(name) for name in request]}
     )
-    events = {"schema": {"$ref": f"#/components/schemas/{chunk}"}}
-    out["responses"]["200"]["content"]["text/event-stream"] = events
-    out["requestBody"] = _json(request, "") | {"required": True}
+    body = _json(schema, "") | {"required": True}
+    return answers(response, error) | {"requestBody": body}
+
+
+def generation(
+    request: str,
+    response: str,
+    event: str,
+    *,
+    last: str = "[DONE] or an ErrorResponse",
+    error: str = "ErrorResponse",
+) -> dict[str, Any]:
+    """A route that gives ``response``, or server-sent events of type ``event``.
+
+    ``last``: what may end the stream in place of an event.
+    """
+    out = takes(request, response, error)
+    answer = out["responses"]["200"]
+    answer["description"] = f"The answer; with stream true {event} after {event}, the last {last}"
+    answer["content"]["text/event-stream"] = {"schema": _ref(event)}
     return out
 
 

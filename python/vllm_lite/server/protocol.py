@@ -193,6 +193,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 # The values, beside null, that ask nothing of a feature that is not there.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
     "bad_words": ([],),
     "echo": (False,),
     "function_call": ("none",),
@@ -204,6 +205,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
@@ -337,3 +340,15 @@ class ModelCard(msgspec.Struct, kw_only=True):
 class ModelList(msgspec.Struct, kw_only=True):
     object: str = "list"
     data: list[ModelCard]
+
+
+class HealthResponse(msgspec.Struct, kw_only=True):
+    status: str = "ok"
+
+
+class VersionResponse(msgspec.Struct, kw_only=True):
+    version: str
+
+
+class LoadResponse(msgspec.Struct, kw_only=True):
+    server_load: int

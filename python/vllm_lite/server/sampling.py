@@ -42,6 +42,11 @@ _SAME = (
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
+def shared_fields(request: SamplingFields) -> dict[str, Any]:
+    """What requests of all endpoints that generate have in common."""
+    return {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
+
+
 def refuse_fields(request: SamplingFields) -> None:
     """Refuses what the request's type declares as not supported."""
     for name in unsupported_fields(type(request)):

@@ -43,6 +43,26 @@ class Client:
         body = {"messages": [{"role": "user", "content": "Hi"}]} | fields
         return self.post("/v1/chat/completions", json=body)
 
+    def respond(self, **fields: Any) -> httpx.Response:
+        return self.post("/v1/responses", json={"input": "Hi"} | fields)
+
+    def message(self, **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100} | fields
+        return self.post("/v1/messages", json=body)
+
+
+def named_events(response: httpx.Response) -> list[Any]:
+    """The events of a stream without [DONE]; each has its type as its name."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.text.endswith("\n\n")
+    out = []
+    for block in response.text[:-2].split("\n\n"):
+        name, data = block.split("\n")
+        out.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {out[-1]['type']}"
+    return out
+
 
 def events(response: httpx.Response) -> list[Any]:
     """The events of a stream; the last must be [DONE], which is left out."""

@@ -59,7 +59,7 @@ class FakeTokenizer:
         return [BOS, *text.encode(), *(b"assistant:" if add_generation_prompt else b"")]
 
     def token_bytes(self, token_id: int) -> bytes:
-        return SPECIAL.get(token_id) or bytes([token_id])
+        return SPECIAL.get(token_id) or (bytes([token_id]) if token_id < 256 else b"")
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         kept = [i for i in ids if not (skip_special_tokens and i in SPECIAL)]

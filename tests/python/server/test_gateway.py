@@ -21,17 +21,19 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+@pytest.mark.case("SEC-01")
 def test_every_route_but_health_needs_a_key(guarded: Client) -> None:
     routes = [
         (method, route.path.replace("{model:path}", "fake"))
         for route in guarded.app.routes
         if isinstance(route, Route)
-        for method in (route.methods or ())
+        for method in ("GET", "HEAD", "OPTIONS", "POST", *(route.methods or ()))
     ]
+    assert len(guarded.app.routes) == len([r for r in guarded.app.routes if isinstance(r, Route)])
     assert len(routes) >= 8
     for method, path in routes:
         if path == "/health":
-            assert guarded.request(method, path).status_code == 200
+            assert guarded.request(method, path).status_code in (200, 405)
             continue
         for headers in ({}, bearer("wrong"), bearer(""), {"Authorization": KEYS[0]}):
             response = guarded.request(method, path, headers=headers)
@@ -60,6 +62,7 @@ def test_every_route_but_health_needs_a_key(guarded: Client) -> None:
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "DELETE"])
+@pytest.mark.case("SEC-01")
 def test_no_spelling_goes_round_the_key(guarded: Client, path: str, method: str) -> None:
     assert guarded.request(method, path).status_code == 401
 
@@ -104,6 +107,7 @@ def test_request_id_is_echoed_or_made(client: Client) -> None:
         assert "same" not in response.text
 
 
+@pytest.mark.case("API-08")
 @pytest.mark.parametrize("value", ["x" * 129, "x" * 1_000_000, "a b", 'a"b', "a\x07b", "", "é"])
 def test_unsafe_request_ids_are_refused(client: Client, value: str) -> None:
     response = client.get("/health", headers={"X-Request-Id": value.encode("latin-1")})
@@ -116,6 +120,10 @@ def test_unknown_routes_and_methods(client: Client) -> None:
     response = client.get("/v1/completions")
     assert refused(response, 405)["code"] == "method_not_allowed"
     assert response.headers["allow"] == "POST"
+    assert client.post("/health").headers.get_list("allow") == ["GET, HEAD"]
+    for path in ("/health", "/v1/models", "/metrics", "/load", "/version"):
+        assert client.request("HEAD", path).status_code == 200
+    refused(client.request("OPTIONS", "/v1/completions"), 405)
     refused(client.get("/v1/models/"), 404)
     long = refused(client.get("/" + "x" * 5000), 404)
     assert len(long["message"]) < 300
@@ -129,6 +137,23 @@ def test_models(client: Client) -> None:
     client.engine.config.served_model_names = ["org/name"]
     assert client.get("/v1/models/org/name").json()["id"] == "org/name"
     assert refused(client.get("/v1/models/other"), 404)["code"] == "model_not_found"
+
+
+def test_load_counts_what_is_being_answered(client: Client) -> None:
+    seen = []
+    client.engine.health = lambda: None  # type: ignore[method-assign]
+    generate = client.engine.generate
+
+    async def watched(*args, **kwargs):  # type: ignore[no-untyped-def]
+        seen.append(len(client.state.active))
+        async for output in generate(*args, **kwargs):
+            yield output
+
+    client.engine.generate = watched  # type: ignore[method-assign]
+    assert client.get("/load").json() == {"server_load": 0}
+    client.complete()
+    assert seen == [1]
+    assert client.get("/load").json() == {"server_load": 0}
 
 
 def test_version(client: Client) -> None:
@@ -165,9 +190,20 @@ def test_health_tells_the_engines_reason(client: Client) -> None:
         b'{"prompt": [' + b"9" * 5000 + b"]}",
     ],
 )
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/detokenize",
+    ],
+)
 def test_malformed_bodies_are_400(client: Client, path: str, body: bytes) -> None:
-    refused(client.post(path, content=body), 400)
+    response = client.post(path, content=body)
+    assert response.status_code == 400 and "error" in response.json(), response.text
     assert client.engine.calls == []
 
 

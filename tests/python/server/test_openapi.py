@@ -28,17 +28,23 @@ def references(node: Any) -> list[str]:
 def test_document_has_the_routes_and_the_real_schemas(client: Client) -> None:
     document = client.get("/openapi.json").json()
     assert set(document["paths"]) == {
+        "/detokenize",
         "/health",
+        "/load",
         "/metrics",
+        "/tokenize",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/models",
         "/v1/models/{model}",
+        "/v1/responses",
         "/version",
     }
     for ref in references(document):
         resolve(document, {"$ref": ref})
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
         operation = document["paths"][path]["post"]
         body = operation["requestBody"]["content"]["application/json"]["schema"]
         properties = resolve(document, body)["properties"]
