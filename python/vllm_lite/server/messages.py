@@ -27,6 +27,7 @@ from vllm_lite.server.messages_protocol import (
     OutputBlock,
     StopReason,
     TextBlock,
+    TextPart,
     ThinkingBlock,
     ToolUseBlock,
 )
@@ -173,7 +174,7 @@ def _messages(message: InputMessage, where: str, names: dict[str, str]) -> list[
     return out
 
 
-def _text(content: str | list[ContentBlock], where: str) -> str:
+def _text(content: str | list[TextPart], where: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
@@ -185,7 +186,7 @@ def _text(content: str | list[ContentBlock], where: str) -> str:
     return "\n".join(texts)
 
 
-def _unsupported(block: ContentBlock, where: str, place: str) -> ApiError:
+def _unsupported(block: ContentBlock | TextPart, where: str, place: str) -> ApiError:
     return bad_request(
         f"{where}.type: {show(block.type)} is not supported {place}",
         f"{where}.type",
@@ -193,7 +194,7 @@ def _unsupported(block: ContentBlock, where: str, place: str) -> ApiError:
     )
 
 
-def _need(block: ContentBlock, name: str, where: str) -> Any:
+def _need(block: ContentBlock | TextPart, name: str, where: str) -> Any:
     value = getattr(block, name)
     if value is None:
         raise bad_request(

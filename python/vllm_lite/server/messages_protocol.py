@@ -22,6 +22,16 @@ from vllm_lite.server.protocol import (
 )
 
 
+class TextPart(msgspec.Struct, kw_only=True):
+    """Only ``text`` parts are supported."""
+
+    type: str
+    text: str | None = None
+
+
+TextParts = Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]
+
+
 class ContentBlock(msgspec.Struct, kw_only=True):
     """Types text, tool_use, tool_result, thinking and redacted_thinking."""
 
@@ -31,7 +41,7 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Annotated[list["ContentBlock"], Meta(max_length=MAX_PARTS)] | None = None
+    content: str | TextParts | None = None
     thinking: str | None = None
 
 
@@ -76,7 +86,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 class CountTokensRequest(SamplingFields, kw_only=True):
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | Blocks | None = None
+    system: str | TextParts | None = None
     tools: Annotated[list[MessagesTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
