@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.chat_template import check_nesting
+from vllm_lite import chat_template
 from vllm_lite.outputs import CompletionOutput
 from vllm_lite.server.body import decode
 from vllm_lite.server.errors import bad_request, show
@@ -113,7 +113,7 @@ def _refuse_tool_use(request: ChatRequest) -> None:
         if tool.type != "function":
             param = f"tools[{index}].type"
             raise bad_request(f"{param}: {show(tool.type)} is not supported; use 'function'", param)
-        _check_nesting(tool.function.parameters, f"tools[{index}].function.parameters")
+        check_nesting(tool.function.parameters, f"tools[{index}].function.parameters")
     choice = request.tool_choice
     if (request.tools and choice != "none") or choice not in (None, "none", "auto"):
         name = "tools" if choice is None else "tool_choice"
@@ -143,9 +143,9 @@ def prompt_ids(state: ServerState, request: ChatRequest) -> list[int]:
             f"chat_template_kwargs: {', '.join(sorted(reserved))} cannot be set there",
             "chat_template_kwargs",
         )
-    _check_nesting(kwargs, "chat_template_kwargs")
+    check_nesting(kwargs, "chat_template_kwargs")
     if request.documents is not None:
-        _check_nesting(request.documents, "documents")
+        check_nesting(request.documents, "documents")
         kwargs["documents"] = request.documents
     if request.reasoning_effort is not None:
         kwargs["reasoning_effort"] = request.reasoning_effort
@@ -177,9 +177,10 @@ def prompt_ids(state: ServerState, request: ChatRequest) -> list[int]:
     return truncated(request, token_ids, state.engine.config.max_model_len)
 
 
-def _check_nesting(value: object, param: str) -> None:
+def check_nesting(value: object, param: str) -> None:
+    """Refuses objects and lists that lie in each other too deeply."""
     try:
-        check_nesting(value, param)
+        chat_template.check_nesting(value, param)
     except ValueError as error:
         raise bad_request(str(error), param) from error
 
@@ -240,7 +241,7 @@ def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
             arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
             raise bad_request(f"{param}: not a JSON object: {error}", param) from error
-    _check_nesting(arguments, param)
+    check_nesting(arguments, param)
     out: dict[str, Any] = {
         "type": "function",
         "function": {"name": call.function.name, "arguments": arguments},

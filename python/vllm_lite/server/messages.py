@@ -9,7 +9,7 @@ from vllm_lite.output_parser import OutputParser, PlainParser
 from vllm_lite.outputs import CompletionOutput
 from vllm_lite.server.blocks import Block, BlockReader, Change, Closed, Grown, Kind, Opened
 from vllm_lite.server.body import decode
-from vllm_lite.server.chat import make_chat_job, prompt_ids
+from vllm_lite.server.chat import check_nesting, make_chat_job, prompt_ids
 from vllm_lite.server.errors import ApiError, MessagesErrorResponse, bad_request, show
 from vllm_lite.server.generation import Job, Renderer
 from vllm_lite.server.messages_protocol import (
@@ -240,6 +240,7 @@ def _response_format(request: CountTokensRequest) -> dict[str, Any] | None:
     wanted = request.output_config.format if request.output_config else None
     if wanted is None:
         return None
+    check_nesting(wanted.schema, "output_config.format.schema")
     return {
         "type": "json_schema",
         "json_schema": {"name": "output", "schema": wanted.schema, "strict": True},

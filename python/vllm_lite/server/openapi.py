@@ -15,6 +15,7 @@ from vllm_lite.server.messages_protocol import (
     MessagesResponse,
 )
 from vllm_lite.server.protocol import (
+    NEUTRAL,
     ChatChunk,
     ChatRequest,
     ChatResponse,
@@ -24,7 +25,9 @@ from vllm_lite.server.protocol import (
     LoadResponse,
     ModelCard,
     ModelList,
+    SamplingFields,
     VersionResponse,
+    unsupported_fields,
 )
 from vllm_lite.server.responses_protocol import ResponsesEvent, ResponsesRequest, ResponsesResponse
 from vllm_lite.server.tokenize import (
@@ -35,7 +38,7 @@ from vllm_lite.server.tokenize import (
     TokenizeTextRequest,
 )
 
-_TYPES = (
+_TYPES: tuple[type[msgspec.Struct], ...] = (
     ChatChunk,
     ChatRequest,
     ChatResponse,
@@ -62,6 +65,12 @@ _TYPES = (
     TokenizeTextRequest,
     VersionResponse,
 )
+
+
+def _tell_neutral_values(type_: type[SamplingFields], properties: dict[str, Any]) -> None:
+    """Of what is not supported the values that are taken."""
+    for name in unsupported_fields(type_):
+        properties[name] |= {"enum": [None, *NEUTRAL.get(name, ())]}
 
 
 def _ref(name: str) -> dict[str, str]:
@@ -128,6 +137,9 @@ def install(app: FastAPI, version: str) -> None:
             _, components = msgspec.json.schema_components(
                 _TYPES, ref_template="#/components/schemas/{name}"
             )
+            for type_ in _TYPES:
+                if issubclass(type_, SamplingFields):
+                    _tell_neutral_values(type_, components[type_.__name__]["properties"])
             schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
             app.openapi_schema = schema
         return app.openapi_schema

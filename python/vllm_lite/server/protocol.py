@@ -22,9 +22,7 @@ from vllm_lite.sampling_params import (
     MIN_REPETITION_PENALTY,
 )
 
-Unsupported = Annotated[
-    Any, Meta(description="Not supported yet: only null or the value for 'off'.")
-]
+Unsupported = Annotated[Any, Meta(description="Not supported: only null or the value for 'off'.")]
 Ignored = Annotated[Any, Meta(description="Accepted; makes no difference here.")]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]

@@ -10,7 +10,7 @@ from vllm_lite.output_parser import OutputParser, PlainParser
 from vllm_lite.outputs import CompletionOutput
 from vllm_lite.server.blocks import Block, BlockReader, Change, Closed, Grown, Kind, Opened
 from vllm_lite.server.body import decode
-from vllm_lite.server.chat import make_chat_job, text_of
+from vllm_lite.server.chat import check_nesting, make_chat_job, text_of
 from vllm_lite.server.errors import ApiError, bad_request, show
 from vllm_lite.server.generation import Job, Renderer
 from vllm_lite.server.protocol import (
@@ -39,9 +39,11 @@ from vllm_lite.server.responses_protocol import (
     ResponsesRequest,
     ResponsesResponse,
     ResponsesTool,
+    ResponsesToolChoice,
     ResponsesUsage,
     TextFormat,
     TextShown,
+    ToolChoice,
 )
 from vllm_lite.server.sampling import refuse_fields, shared_fields
 from vllm_lite.server.state import ServerState
@@ -180,17 +182,17 @@ def _tool(tool: ResponsesTool) -> Tool:
     return Tool(type="function", function=function)
 
 
-def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if not isinstance(choice, dict):
+def _tool_choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
+    if not isinstance(choice, ResponsesToolChoice):
         return choice
-    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+    if choice.type != "function" or choice.name is None:
         raise bad_request(
-            f"tool_choice: {show(choice)} is not supported; use 'none', 'auto', 'required' or"
-            ' {"type": "function", "name": NAME}',
+            f"tool_choice: type {show(choice.type)} and name {show(choice.name)} are not supported;"
+            " use 'none', 'auto', 'required' or {\"type\": \"function\", \"name\": NAME}",
             "tool_choice",
             "unsupported_parameter",
         )
-    return {"type": "function", "function": {"name": choice["name"]}}
+    return {"type": "function", "function": {"name": choice.name}}
 
 
 def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
@@ -201,6 +203,7 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
         return {"type": wanted.type}
     if wanted.name is None or wanted.schema is None:
         raise bad_request("text.format: json_schema needs name and schema", "text.format")
+    check_nesting(wanted.schema, "text.format.schema")
     return {
         "type": "json_schema",
         "json_schema": {"name": wanted.name, "schema": wanted.schema, "strict": wanted.strict},
@@ -319,7 +322,7 @@ class ResponsesRenderer(Renderer):
         params = job.params[0]
         wanted = request.text.format if request.text else None
         effort = request.reasoning.effort if request.reasoning else None
-        default_choice = "auto" if request.tools else "none"
+        default_choice: ToolChoice = "auto" if request.tools else "none"
         return ResponsesResponse(
             id=job.id,
             created_at=job.created,

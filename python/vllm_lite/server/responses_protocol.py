@@ -51,6 +51,16 @@ class ResponsesTool(msgspec.Struct, kw_only=True, omit_defaults=True):
     strict: bool | None = None
 
 
+class ResponsesToolChoice(msgspec.Struct, kw_only=True):
+    """Only of a function."""
+
+    type: str
+    name: str | None = None
+
+
+ToolChoice = Literal["none", "auto", "required"] | ResponsesToolChoice
+
+
 class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -81,7 +91,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     reasoning: ReasoningConfig | None = None
     stream_options: ResponsesStreamOptions | None = None
     text: TextConfig | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: Metadata | None = None
@@ -186,7 +196,7 @@ class ResponsesResponse(msgspec.Struct, kw_only=True):
     store: bool = False
     temperature: float
     text: TextShown
-    tool_choice: str | dict[str, Any]
+    tool_choice: ToolChoice
     tools: list[ResponsesTool]
     top_p: float
     truncation: str = "disabled"
