@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_GRAMMAR_BYTES = 1 << 16
+MAX_COMPILED_BYTES = 1 << 18  # as it travels, with more characters escaped
 # llguidance recurses into these, on a thread's stack: 64 KiB of text could otherwise end it.
 MAX_SCHEMA_DEPTH = 2048  # of the schema and of each of its definitions, added up
 MAX_RULES = 1024
@@ -212,6 +213,8 @@ def _bytes_tokenizer() -> "LLTokenizer":
 
 
 def _checked(name: str, grammar: str) -> str:
+    if len(grammar.encode()) > MAX_COMPILED_BYTES:
+        raise ValueError(f"{name} becomes a grammar of more than {MAX_COMPILED_BYTES} bytes")
     matcher = _matcher()(_bytes_tokenizer(), grammar, log_level=0, limits=limits())
     if not matcher.is_error():
         matcher.compute_bitmask()

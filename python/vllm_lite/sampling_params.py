@@ -168,6 +168,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 raise _error(
                     name, f"must hold token ids below {vocab_size} (vocabulary size)", largest
                 )
+        if self.structured_outputs is not None and not eos_token_ids:
+            raise ValueError(
+                "structured_outputs needs a model with an end-of-sequence token, which ends an "
+                "output that is complete; this one has none"
+            )
         if self.min_tokens == 0:
             return
         ends = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else eos_token_ids)}
