@@ -12,6 +12,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from vllm_lite.sampling_params import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PENALTY,
@@ -31,6 +33,7 @@ Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NonNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 # What X-Request-Id may be, too (gateway).
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:+=@/-]{1,128}$(?!\n)")]
@@ -45,6 +48,33 @@ MAX_DOCUMENTS = 1024
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Exactly one of them: what the whole output must be."""
+
+    json: dict[str, Any] | str | None = None  # a JSON schema
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    disable_additional_properties: Unsupported = None
+    disable_any_whitespace: Unsupported = None
+    structural_tag: Unsupported = None
+    whitespace_pattern: Unsupported = None
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    name: str
+    schema: dict[str, Any] | None = None  # left out: any JSON
+    description: str | None = None
+    strict: bool | None = None  # the output always fits the schema
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -97,20 +127,22 @@ class GenerationRequest(SamplingFields, kw_only=True):
 
     prediction: Ignored = None
 
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    # What the output must be. One of these at most; the last four are vLLM's older names.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+
     best_of: Positive | None = None  # only equal to n
-    bad_words: Unsupported = None
     echo: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
     kv_transfer_params: Unsupported = None
     length_penalty: Unsupported = None
     logits_processors: Unsupported = None
     prompt_logprobs: Unsupported = None
-    response_format: Unsupported = None
     spaces_between_special_tokens: Unsupported = None
-    structured_outputs: Unsupported = None
     structural_tag: Unsupported = None
     use_beam_search: Unsupported = None
     vllm_xargs: Unsupported = None
@@ -194,7 +226,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
 # The values, beside null, that ask nothing of a feature that is not there.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
-    "bad_words": ([],),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
@@ -202,7 +233,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "top_logprobs": (0,),
@@ -212,7 +242,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def unsupported_fields(request_type: type[SamplingFields]) -> tuple[str, ...]:
+def unsupported_fields(request_type: type[msgspec.Struct]) -> tuple[str, ...]:
     return tuple(f.name for f in msgspec.structs.fields(request_type) if f.type is Unsupported)
 
 
