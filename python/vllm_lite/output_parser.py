@@ -216,7 +216,10 @@ class _Parser:
             yield from text.space()
             if form.begin and not (yield from text.accept(form.begin)):
                 break
+            started = self._calls
             if not (yield from self._call(form)):
+                if self._calls > started and text.closed and text.at == len(text.text):
+                    text.held = []  # of arguments that the end cut short
                 self._give_back()
                 return
             text.held = []
@@ -227,7 +230,7 @@ class _Parser:
             more = bool(form.begin) or (separator != "" and (yield from text.accept(separator)))
             if listed and not more:
                 yield from self._drop("]")
-        if self._calls > before and form.close:
+        if form.close and self._calls > before:
             yield from self._drop(form.close)
         self._give_back()
 
@@ -347,13 +350,14 @@ class _Parser:
                 return False
 
     def _start(self, name: str) -> None:
-        self._text.held = None
+        self._text.held = []
         self._content.mark()
         self._calls += 1
         if self._parallel or self._calls == 1:
             self._events.append(ToolCallStart(self._calls - 1, _new_id(self._short_ids), name))
 
     def _argue(self, text: str) -> None:
+        self._text.held = []
         if self._parallel or self._calls == 1:
             self._events.append(ToolArguments(self._calls - 1, text))
 

@@ -119,7 +119,8 @@ class IncrementalText:
         return "".join(pieces)
 
     def space(self) -> Steps[None]:
-        yield from self.copy(SPACE, ignore)
+        if self.at == len(self.text) or self.text[self.at].isspace():
+            yield from self.copy(SPACE, ignore)
 
 
 def ignore(_: str) -> None:
@@ -203,16 +204,19 @@ def json_string(text: IncrementalText) -> Steps[str | None]:
     """The value of a string; None if there is none, or a broken one."""
     if not (yield from text.accept('"')):
         return None
-    pieces = ['"']
+    pieces: list[str] = []
     while True:
-        pieces.append((yield from text.take(_STRING_PART)))
+        yield from text.copy(_STRING_PART, pieces.append)
         if (yield from text.accept('"')):
             break
         if text.closed:
             return None
         yield  # a backslash, whose character is still to come
+    raw = "".join(pieces)
+    if "\\" not in raw:
+        return raw
     try:
-        value: str = json.loads("".join(pieces) + '"', strict=False)
+        value: str = json.loads(f'"{raw}"', strict=False)
     except ValueError:
         return None
     return value
