@@ -46,6 +46,9 @@ class ReasoningFormat:
     close: str
     always: bool = False  # the text begins inside, whether it or the prompt has ``open`` or not
 
+    def markers(self) -> tuple[str, ...]:
+        return (self.open, self.close)
+
 
 _HERMES = ToolFormat(open="<tool_call>", close="</tool_call>")
 _LLAMA_JSON = ToolFormat(open="<|python_tag|>", at_start=True, separator=";")

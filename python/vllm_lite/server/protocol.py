@@ -39,6 +39,8 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:+=@/-]{1,128}$(?!\n)")]
 Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+# OpenAI's characters; Anthropic's length.
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}$(?!\n)")]
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of one message
 MAX_TOOLS = 1024
@@ -182,12 +184,13 @@ class Message(msgspec.Struct, kw_only=True):
     refusal: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same by vLLM's newer name
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
 
 
 class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -196,6 +199,31 @@ class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Tool(msgspec.Struct, kw_only=True):
     type: str
     function: ToolFunction
+
+
+ToolMode = Literal["none", "auto", "required"]
+
+
+class NamedFunction(msgspec.Struct, kw_only=True):
+    name: str
+
+
+class AllowedTool(msgspec.Struct, kw_only=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """With the field that its type names."""
+
+    type: Literal["function", "allowed_tools"]
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -209,10 +237,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)] | None = None
     reasoning_effort: Effort | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = (
-        None  # with tool_choice 'none'
-    )
-    tool_choice: str | dict[str, Any] | None = None
+    include_reasoning: bool | None = None  # false: it is left out of the answer
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolMode | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     audio: Unsupported = None
     function_call: Unsupported = None
@@ -308,10 +336,26 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str  # a JSON object
+
+
+class CallMade(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
 class ResponseMessage(msgspec.Struct, kw_only=True):
+    """The fields with reasoning, which say the same, and calls: only where there are any."""
+
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallMade] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -333,9 +377,26 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class CallDelta(msgspec.Struct, kw_only=True):
+    """``id``, ``type`` and the name come with the first of each index."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class Delta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
