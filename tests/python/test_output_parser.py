@@ -311,7 +311,7 @@ TEXTS = st.lists(st.sampled_from(MARKS + SCRAPS) | st.text(max_size=3), max_size
 
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_cut_gives_the_same_events(setup: dict[str, Any], data: st.DataObject) -> None:
     text = data.draw(TEXTS)
@@ -322,7 +322,7 @@ def test_any_cut_gives_the_same_events(setup: dict[str, Any], data: st.DataObjec
 
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text=st.text(alphabet='ab <[{"\n｜é', max_size=40))
 def test_text_without_a_call_is_kept_whole(setup: dict[str, Any], text: str) -> None:
     joined = "".join(e.text for e in parse([text], **setup) if not isinstance(e, ToolCallStart))
@@ -331,14 +331,14 @@ def test_text_without_a_call_is_kept_whole(setup: dict[str, Any], text: str) -> 
 
 
 HALF_CALLS = {
-    "hermes": ["<tool_call>{", '<tool_call>{"a":', '<tool_call>{"name": "'],
+    "hermes": ["<tool_call>{", '<tool_call>{"a":'],
     "llama3_json": [
         "{",
         '{"name":"f","parameters":[[',
         '<|python_tag|>{"name":"f","parameters":{"',
     ],
-    "pythonic": ["[", "[f(a=[", "[f(a='\\", "<|python_start|>[f("],
-    "mistral": ["[TOOL_CALLS][", '[TOOL_CALLS]f{"', "[TOOL_CALLS]f[ARGS]{["],
+    "pythonic": ["[", "[f(a=[", "[f(a='\\"],
+    "mistral": ["[TOOL_CALLS][", "[TOOL_CALLS]f[ARGS]{["],
     "deepseek_v3": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"],
     "qwen3": ["<think>", "</think", " "],
     "required": ["[", '[{"name":"f","parameters":{', '[{"name":"\\'],
