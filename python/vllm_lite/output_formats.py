@@ -92,17 +92,19 @@ _TOOL_SIGNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # Others put XML between these tags.
     "hermes": (("<tool_call>", "arguments"), ("<function=", "<arg_key>", "<parameter")),
     # From the instruction that Llama's templates give.
-    "llama3_json": (('"parameters": dictionary of argument name and its value',), ()),
+    "llama3_json": (("parameters", "dictionary of argument name and its value"), ("<tool_call>",)),
 }
 
 
 def detect_tool_format(templates: Iterable[str]) -> str | None:
     """The name of the format that the chat templates of a model speak of; None: not certain."""
     text = "\n".join(templates)
-    for name, (present, absent) in _TOOL_SIGNS.items():
-        if all(sign in text for sign in present) and not any(sign in text for sign in absent):
-            return name
-    return None
+    found = [
+        name
+        for name, (present, absent) in _TOOL_SIGNS.items()
+        if all(sign in text for sign in present) and not any(sign in text for sign in absent)
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def detect_reasoning_format(templates: Iterable[str]) -> str | None:

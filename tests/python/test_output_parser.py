@@ -379,6 +379,7 @@ def test_time_is_linear_in_openings_without_an_end(name: str) -> None:
         ('Respond in the format {"name": function name, "parameters": dictionary of argument name '
          'and its value}.', "llama3_json"),
         ("<|im_start|>{{ message.content }}<|im_end|>", None),
+        ('<tool_call>{"arguments": 1}</tool_call> [TOOL_CALLS]', None),
     ],
 )  # fmt: skip
 def test_the_format_is_known_by_the_template(template: str, name: str | None) -> None:
