@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from vllm_lite.config import EngineConfig, parse_bytes
 from vllm_lite.model_files import DEFAULT_MODEL
+from vllm_lite.output_formats import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS
 from vllm_lite.server.options import ServerOptions
 
 
@@ -72,6 +73,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS")  # fmt: skip
     add("--keep-alive", "time an idle connection stays open", type=float, metavar="SECONDS")
     add("--backlog", "connections that wait to be accepted", type=int, metavar="N")
+    add("--tool-call-parser", "how the model writes calls of tools; auto: as its chat template "
+        "says",
+        choices=[AUTO, NONE, *TOOL_FORMATS], metavar="NAME")  # fmt: skip
+    add("--reasoning-parser", "how the model marks reasoning, likewise",
+        choices=[AUTO, NONE, *REASONING_FORMATS], metavar="NAME")  # fmt: skip
     add("--http-threads", "threads that parse and tokenise", dest="threads", type=int, metavar="N",
         default=server_default.threads)  # fmt: skip
     parser.add_argument("--access-log", action="store_true",

@@ -5,7 +5,8 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
-from vllm_lite.server.errors import ApiError, from_decode_error
+from vllm_lite import chat_template
+from vllm_lite.server.errors import ApiError, bad_request, from_decode_error
 from vllm_lite.server.state import ServerState
 
 T = TypeVar("T")
@@ -17,6 +18,14 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise from_decode_error(error, body) from error
+
+
+def check_nesting(value: object, param: str) -> None:
+    """Refuses objects and lists that lie in each other too deeply."""
+    try:
+        chat_template.check_nesting(value, param)
+    except ValueError as error:
+        raise bad_request(str(error), param) from error
 
 
 class Body:

@@ -1,17 +1,21 @@
 """``/v1/chat/completions``."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import msgspec
 
-from vllm_lite import chat_template
+from vllm_lite.output_parser import Content, Event, Reasoning, ToolArguments, ToolCallStart
 from vllm_lite.outputs import CompletionOutput
-from vllm_lite.server.body import decode
+from vllm_lite.server.body import check_nesting, decode
 from vllm_lite.server.errors import bad_request, show
 from vllm_lite.server.generation import Job, Renderer, make_job
 from vllm_lite.server.logprobs import LogprobsWriter
 from vllm_lite.server.protocol import (
+    CallDelta,
+    CalledFunction,
+    CallMade,
     ChatChoice,
     ChatChunk,
     ChatLogprobs,
@@ -20,8 +24,10 @@ from vllm_lite.server.protocol import (
     ChunkChoice,
     ContentPart,
     Delta,
+    FunctionDelta,
     Message,
     ResponseMessage,
+    Tool,
     ToolCall,
     Usage,
 )
@@ -36,6 +42,7 @@ from vllm_lite.server.sampling import (
     truncated,
 )
 from vllm_lite.server.state import ServerState
+from vllm_lite.server.tools import OutputPlan, check_tools, plan_output
 
 # What the server itself hands to the template; chat_template_kwargs may not take their place.
 _RESERVED_KWARGS = frozenset(
@@ -74,17 +81,19 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 def prepare(state: ServerState, body: bytes) -> tuple[Job, "ChatRenderer"]:
     """Parses, checks, templates and tokenises a body; runs in a thread. Raises ``ApiError``."""
     request = decode(_decoder, body)
-    job = make_chat_job(state, request, "chatcmpl-")
-    return job, ChatRenderer(state, job, bool(request.return_tokens_as_token_ids))
+    job, plan = make_chat_job(state, request, "chatcmpl-")
+    return job, ChatRenderer(state, job, request, plan)
 
 
-def make_chat_job(state: ServerState, request: ChatRequest, prefix: str) -> Job:
+def make_chat_job(state: ServerState, request: ChatRequest, prefix: str) -> tuple[Job, OutputPlan]:
     """What every endpoint with conversations does, once it has made a ``ChatRequest``."""
     engine = state.engine
     model = served_name(engine, request.model)
     logprobs = _logprobs(request)
     check_choices(state, 1, request.n or 1, "n")
-    token_ids = prompt_ids(state, request)
+    refuse_unsupported(request)
+    tools = check_tools(request)
+    token_ids = _encode(state, request, tools)
     length = output_length(
         request,
         len(token_ids),
@@ -94,9 +103,11 @@ def make_chat_job(state: ServerState, request: ChatRequest, prefix: str) -> Job:
     )
     check_token_ids(token_ids, engine.model_config.vocab_size, "messages")
     params = sampling_params(request, engine, logprobs=logprobs, max_tokens=length)
-    return make_job(
+    plan, params = plan_output(state, request, tools, token_ids, params)
+    job = make_job(
         request, prefix, model=model, prompts=[token_ids], params=for_prompts(params, [length])
     )
+    return job, plan
 
 
 def _logprobs(request: ChatRequest) -> int | None:
@@ -107,28 +118,13 @@ def _logprobs(request: ChatRequest) -> int | None:
     return None
 
 
-def _refuse_tool_use(request: ChatRequest) -> None:
-    """Tools may be shown to the model, but not asked for: calls in its answer are not parsed."""
-    for index, tool in enumerate(request.tools or ()):
-        if tool.type != "function":
-            param = f"tools[{index}].type"
-            raise bad_request(f"{param}: {show(tool.type)} is not supported; use 'function'", param)
-        check_nesting(tool.function.parameters, f"tools[{index}].function.parameters")
-    choice = request.tool_choice
-    if (request.tools and choice != "none") or choice not in (None, "none", "auto"):
-        name = "tools" if choice is None else "tool_choice"
-        raise bad_request(
-            f"{name}: tool calling is not supported by this server; leave tools out or set"
-            " tool_choice to 'none'",
-            name,
-            "unsupported_parameter",
-        )
-
-
 def prompt_ids(state: ServerState, request: ChatRequest) -> list[int]:
     """The token ids of the conversation, through the model's chat template."""
     refuse_unsupported(request)
-    _refuse_tool_use(request)
+    return _encode(state, request, check_tools(request))
+
+
+def _encode(state: ServerState, request: ChatRequest, tools: Sequence[Tool]) -> list[int]:
     if request.chat_template is not None and not state.options.trust_request_chat_template:
         raise bad_request(
             "chat_template: this server takes none from requests; it would with"
@@ -163,7 +159,7 @@ def prompt_ids(state: ServerState, request: ChatRequest) -> list[int]:
     try:
         token_ids = state.engine.tokenizer.encode_chat(
             [_for_template(message, index) for index, message in enumerate(request.messages)],
-            tools=[msgspec.to_builtins(tool) for tool in request.tools] if request.tools else None,
+            tools=[msgspec.to_builtins(tool) for tool in tools] or None,
             add_generation_prompt=prompt,
             continue_final_message=go_on,
             add_special_tokens=bool(request.add_special_tokens),
@@ -177,14 +173,6 @@ def prompt_ids(state: ServerState, request: ChatRequest) -> list[int]:
     return truncated(request, token_ids, state.engine.config.max_model_len)
 
 
-def check_nesting(value: object, param: str) -> None:
-    """Refuses objects and lists that lie in each other too deeply."""
-    try:
-        chat_template.check_nesting(value, param)
-    except ValueError as error:
-        raise bad_request(str(error), param) from error
-
-
 def _for_template(message: Message, index: int) -> dict[str, Any]:
     """A message as templates expect it.
 
@@ -192,7 +180,7 @@ def _for_template(message: Message, index: int) -> dict[str, Any]:
     """
     where = f"messages[{index}]"
     out: dict[str, Any] = {"role": message.role, "content": _text(message, where)}
-    for name in ("name", "reasoning_content", "tool_call_id"):
+    for name in ("name", "reasoning_content", "reasoning", "tool_call_id"):
         value = getattr(message, name)
         if value is not None:
             out[name] = value
@@ -252,8 +240,15 @@ def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
 
 
 class ChatRenderer(Renderer):
-    def __init__(self, state: ServerState, job: Job, ids: bool) -> None:
+    def __init__(
+        self, state: ServerState, job: Job, request: ChatRequest, plan: OutputPlan
+    ) -> None:
         self._job = job
+        # None: there is nothing to look for, and texts go through as they are.
+        self._parsers = None if plan.plain else [plan.parser() for _ in range(job.params[0].n)]
+        self._called: set[int] = set()  # choices with calls
+        self._shows_reasoning = request.include_reasoning is not False
+        ids = bool(request.return_tokens_as_token_ids)
         self._usage_field: msgspec.UnsetType | None = None if job.include_usage else msgspec.UNSET
         self._greeted: set[int] = set()  # choices whose role is out
         top = job.params[0].logprobs
@@ -277,15 +272,21 @@ class ChatRenderer(Renderer):
             yield first
         finished = output.finish_reason is not None
         tells_ids = self._writer is not None or job.return_token_ids
-        if output.text or finished or (tells_ids and output.token_ids):
-            shown = output.text or not finished
+        says = bool(output.text)
+        if self._parsers is None:
+            delta = Delta(content=output.text) if says or not finished else Delta()
+        else:
+            events = self._events(choice, output)
+            says = bool(events)
+            delta = _delta(events)
+        if says or finished or (tells_ids and output.token_ids):
             yield self._chunk(
                 [
                     ChunkChoice(
                         index=choice,
-                        delta=Delta(content=output.text) if shown else Delta(),
+                        delta=delta,
                         logprobs=self._logprobs(output) if output.token_ids else None,
-                        finish_reason=output.finish_reason,
+                        finish_reason=self._reason(choice, output),
                         stop_reason=output.stop_reason if finished else msgspec.UNSET,
                         token_ids=output.token_ids if job.return_token_ids else msgspec.UNSET,
                     )
@@ -302,9 +303,11 @@ class ChatRenderer(Renderer):
         choices = [
             ChatChoice(
                 index=choice,
-                message=ResponseMessage(content=output.text),
+                message=ResponseMessage(content=output.text)
+                if self._parsers is None
+                else _message(self._events(choice, output)),
                 logprobs=self._logprobs(output),
-                finish_reason=output.finish_reason or "stop",
+                finish_reason=self._reason(choice, output) or "stop",
                 stop_reason=output.stop_reason,
                 token_ids=output.token_ids if job.return_token_ids else msgspec.UNSET,
             )
@@ -318,6 +321,24 @@ class ChatRenderer(Renderer):
             usage=usage,
             prompt_token_ids=job.prompts[0] if job.return_token_ids else msgspec.UNSET,
         )
+
+    def _events(self, choice: int, output: CompletionOutput) -> list[Event]:
+        """What the parser tells of a choice's next text, or of its last."""
+        assert self._parsers is not None
+        parser = self._parsers[choice]
+        events = parser.feed(output.text)
+        if output.finish_reason is not None:
+            events += parser.finish()
+        if any(isinstance(event, ToolCallStart) for event in events):
+            self._called.add(choice)
+        if not self._shows_reasoning:
+            events = [event for event in events if not isinstance(event, Reasoning)]
+        return events
+
+    def _reason(self, choice: int, output: CompletionOutput) -> str | None:
+        if output.finish_reason == "stop" and choice in self._called:
+            return "tool_calls"
+        return output.finish_reason
 
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
         if self._writer is None:
@@ -335,3 +356,52 @@ class ChatRenderer(Renderer):
             choices=choices,
             usage=usage,
         )
+
+
+def _delta(events: Sequence[Event]) -> Delta:
+    delta = Delta()
+    if content := _joined(events, Content):
+        delta.content = content
+    if reasoning := _joined(events, Reasoning):
+        delta.reasoning = delta.reasoning_content = reasoning
+    calls = []
+    for index, start, arguments in _calls(events):
+        call = CallDelta(index=index, function=FunctionDelta(arguments=arguments))
+        if start is not None:
+            call.id, call.type, call.function.name = start.id, "function", start.name
+        calls.append(call)
+    if calls:
+        delta.tool_calls = calls
+    return delta
+
+
+def _message(events: Sequence[Event]) -> ResponseMessage:
+    """``content`` is null where there is something else in its place."""
+    message = ResponseMessage(content=_joined(events, Content) or (None if events else ""))
+    if reasoning := _joined(events, Reasoning):
+        message.reasoning = message.reasoning_content = reasoning
+    calls = [
+        CallMade(id=start.id, function=CalledFunction(name=start.name, arguments=arguments))
+        for _, start, arguments in _calls(events)
+        if start is not None
+    ]
+    if calls:
+        message.tool_calls = calls
+    return message
+
+
+def _joined(events: Sequence[Event], kind: type[Content] | type[Reasoning]) -> str:
+    return "".join(event.text for event in events if isinstance(event, kind))
+
+
+def _calls(events: Sequence[Event]) -> Iterator[tuple[int, ToolCallStart | None, str]]:
+    """(index, its start if that is among the events, its arguments) of each call."""
+    of_calls = (event for event in events if isinstance(event, (ToolCallStart, ToolArguments)))
+    for index, run in groupby(of_calls, key=lambda event: event.index):
+        start, arguments = None, []
+        for event in run:
+            if isinstance(event, ToolCallStart):
+                start = event
+            else:
+                arguments.append(event.text)
+        yield index, start, "".join(arguments)

@@ -14,6 +14,11 @@ class TokenizerLike(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """One template, or named ones."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def encode_chat(

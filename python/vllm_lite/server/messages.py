@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.output_parser import OutputParser, PlainParser
+from vllm_lite.output_parser import OutputParser
 from vllm_lite.outputs import CompletionOutput
 from vllm_lite.server.blocks import Block, BlockReader, Change, Closed, Grown, Kind, Opened
-from vllm_lite.server.body import decode
-from vllm_lite.server.chat import check_nesting, make_chat_job, prompt_ids
+from vllm_lite.server.body import check_nesting, decode
+from vllm_lite.server.chat import make_chat_job, prompt_ids
 from vllm_lite.server.errors import ApiError, MessagesErrorResponse, bad_request, show
 from vllm_lite.server.generation import Job, Renderer
 from vllm_lite.server.messages_protocol import (
@@ -35,10 +35,15 @@ from vllm_lite.server.protocol import (
     ChatRequest,
     Effort,
     FunctionCall,
+    JsonSchema,
     Message,
+    NamedFunction,
+    ResponseFormat,
     Tool,
     ToolCall,
+    ToolChoice,
     ToolFunction,
+    ToolMode,
     Usage,
 )
 from vllm_lite.server.sampling import refuse_fields, served_name, shared_fields
@@ -65,10 +70,10 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "MessagesRenderer"]:
     if request.stop_sequences is not None:
         chat.stop = request.stop_sequences
     try:
-        job = make_chat_job(state, chat, "msg_")
+        job, plan = make_chat_job(state, chat, "msg_")
     except ApiError as error:
         raise error.renamed(_NAMES) from error
-    return job, MessagesRenderer(job, PlainParser())
+    return job, MessagesRenderer(job, plan.parser())
 
 
 def count_tokens(state: ServerState, body: bytes) -> CountTokensResponse:
@@ -108,6 +113,9 @@ def to_chat(request: CountTokensRequest) -> ChatRequest:
         messages=messages,
         tools=_tools(request.tools or ()),
         tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=not (
+            request.tool_choice and request.tool_choice.disable_parallel_tool_use
+        ),
         response_format=_response_format(request),
         reasoning_effort=_effort(config.effort) if config and config.effort else None,
         chat_template_kwargs=kwargs,
@@ -223,28 +231,23 @@ def _tools(tools: Sequence[MessagesTool]) -> list[Tool] | None:
     return out or None
 
 
-def _tool_choice(choice: MessagesToolChoice | None) -> str | dict[str, Any] | None:
-    match choice:
-        case None:
-            return None
-        case MessagesToolChoice(type="tool", name=None):
+def _tool_choice(choice: MessagesToolChoice | None) -> ToolMode | ToolChoice | None:
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        if choice.name is None:
             raise bad_request("tool_choice.name: missing", "tool_choice.name")
-        case MessagesToolChoice(type="tool", name=name):
-            return {"type": "function", "function": {"name": name}}
-        case MessagesToolChoice(type="any"):
-            return "required"
-    return choice.type
+        return ToolChoice(type="function", function=NamedFunction(name=choice.name))
+    return "required" if choice.type == "any" else choice.type
 
 
-def _response_format(request: CountTokensRequest) -> dict[str, Any] | None:
+def _response_format(request: CountTokensRequest) -> ResponseFormat | None:
     wanted = request.output_config.format if request.output_config else None
     if wanted is None:
         return None
     check_nesting(wanted.schema, "output_config.format.schema")
-    return {
-        "type": "json_schema",
-        "json_schema": {"name": "output", "schema": wanted.schema, "strict": True},
-    }
+    schema = JsonSchema(name="output", schema=wanted.schema, strict=True)
+    return ResponseFormat(type="json_schema", json_schema=schema)
 
 
 def _effort(effort: str) -> Effort:

@@ -18,6 +18,7 @@ from vllm_lite.server.protocol import (
     Positive,
     SamplingFields,
     StopString,
+    ToolName,
     Unsupported,
 )
 
@@ -56,7 +57,7 @@ class InputMessage(msgspec.Struct, kw_only=True):
 class MessagesTool(msgspec.Struct, kw_only=True):
     """Only tools of the client."""
 
-    name: str
+    name: ToolName
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from vllm_lite.output_formats import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS
+
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 _LONGEST = 1_000_000  # seconds
@@ -22,6 +24,8 @@ class ServerOptions:
     cors_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
     access_log: bool = False
     trust_request_chat_template: bool = False  # take chat_template from requests
+    tool_call_parser: str = AUTO  # a name of TOOL_FORMATS; auto: what the chat template speaks of
+    reasoning_parser: str = AUTO  # a name of REASONING_FORMATS
 
     def __post_init__(self) -> None:
         bounds = {
@@ -37,5 +41,12 @@ class ServerOptions:
             value = getattr(self, name)
             if not least <= value <= most:  # false for NaN, too
                 raise ValueError(f"{name} is {value}; it must be from {least} to {most}")
+        formats = {"tool_call_parser": TOOL_FORMATS, "reasoning_parser": REASONING_FORMATS}
+        for name, known in formats.items():
+            value = getattr(self, name)
+            if value not in (AUTO, NONE, *known):
+                raise ValueError(
+                    f"{name} must be one of {', '.join((AUTO, NONE, *known))}, got {value!r}"
+                )
         if not all(self.api_keys):
             raise ValueError("api_keys holds an empty key; remove it or set a real one")

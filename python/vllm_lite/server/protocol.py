@@ -12,6 +12,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from vllm_lite.sampling_params import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PENALTY,
@@ -29,11 +31,14 @@ Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NonNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 # What X-Request-Id may be, too (gateway).
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:+=@/-]{1,128}$(?!\n)")]
 Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+# OpenAI's characters; Anthropic's length.
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}$(?!\n)")]
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of one message
 MAX_TOOLS = 1024
@@ -43,6 +48,33 @@ MAX_DOCUMENTS = 1024
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Exactly one of them: what the whole output must be."""
+
+    json: dict[str, Any] | str | None = None  # a JSON schema
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    disable_additional_properties: Unsupported = None
+    disable_any_whitespace: Unsupported = None
+    structural_tag: Unsupported = None
+    whitespace_pattern: Unsupported = None
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    name: str
+    schema: dict[str, Any] | None = None  # left out: any JSON
+    description: str | None = None
+    strict: bool | None = None  # the output always fits the schema
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -95,20 +127,22 @@ class GenerationRequest(SamplingFields, kw_only=True):
 
     prediction: Ignored = None
 
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    # What the output must be. One of these at most; the last four are vLLM's older names.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+
     best_of: Positive | None = None  # only equal to n
-    bad_words: Unsupported = None
     echo: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
     kv_transfer_params: Unsupported = None
     length_penalty: Unsupported = None
     logits_processors: Unsupported = None
     prompt_logprobs: Unsupported = None
-    response_format: Unsupported = None
     spaces_between_special_tokens: Unsupported = None
-    structured_outputs: Unsupported = None
     structural_tag: Unsupported = None
     use_beam_search: Unsupported = None
     vllm_xargs: Unsupported = None
@@ -148,12 +182,13 @@ class Message(msgspec.Struct, kw_only=True):
     refusal: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same by vLLM's newer name
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
 
 
 class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -162,6 +197,31 @@ class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Tool(msgspec.Struct, kw_only=True):
     type: str
     function: ToolFunction
+
+
+ToolMode = Literal["none", "auto", "required"]
+
+
+class NamedFunction(msgspec.Struct, kw_only=True):
+    name: str
+
+
+class AllowedTool(msgspec.Struct, kw_only=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """With the field that its type names."""
+
+    type: Literal["function", "allowed_tools"]
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -175,10 +235,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)] | None = None
     reasoning_effort: Effort | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = (
-        None  # with tool_choice 'none'
-    )
-    tool_choice: str | dict[str, Any] | None = None
+    include_reasoning: bool | None = None  # false: it is left out of the answer
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolMode | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     audio: Unsupported = None
     function_call: Unsupported = None
@@ -192,7 +252,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
 # The values, beside null, that ask nothing of a feature that is not there.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
-    "bad_words": ([],),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
@@ -200,7 +259,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "top_logprobs": (0,),
@@ -210,7 +268,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def unsupported_fields(request_type: type[SamplingFields]) -> tuple[str, ...]:
+def unsupported_fields(request_type: type[msgspec.Struct]) -> tuple[str, ...]:
     return tuple(f.name for f in msgspec.structs.fields(request_type) if f.type is Unsupported)
 
 
@@ -276,10 +334,26 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str  # a JSON object
+
+
+class CallMade(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
 class ResponseMessage(msgspec.Struct, kw_only=True):
+    """The fields with reasoning, which say the same, and calls: only where there are any."""
+
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallMade] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -301,9 +375,26 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class CallDelta(msgspec.Struct, kw_only=True):
+    """``id``, ``type`` and the name come with the first of each index."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class Delta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):

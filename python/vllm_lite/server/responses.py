@@ -6,20 +6,25 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.output_parser import OutputParser, PlainParser
+from vllm_lite.output_parser import OutputParser
 from vllm_lite.outputs import CompletionOutput
 from vllm_lite.server.blocks import Block, BlockReader, Change, Closed, Grown, Kind, Opened
-from vllm_lite.server.body import decode
-from vllm_lite.server.chat import check_nesting, make_chat_job, text_of
+from vllm_lite.server.body import check_nesting, decode
+from vllm_lite.server.chat import make_chat_job, text_of
 from vllm_lite.server.errors import ApiError, bad_request, show
 from vllm_lite.server.generation import Job, Renderer
 from vllm_lite.server.protocol import (
     ChatRequest,
     FunctionCall,
+    JsonSchema,
     Message,
+    NamedFunction,
+    ResponseFormat,
     Tool,
     ToolCall,
+    ToolChoice,
     ToolFunction,
+    ToolMode,
     Usage,
 )
 from vllm_lite.server.responses_protocol import (
@@ -43,7 +48,6 @@ from vllm_lite.server.responses_protocol import (
     ResponsesUsage,
     TextFormat,
     TextShown,
-    ToolChoice,
 )
 from vllm_lite.server.sampling import refuse_fields, shared_fields
 from vllm_lite.server.state import ServerState
@@ -64,10 +68,10 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "ResponsesRenderer"]:
     request = decode(_decoder, body)
     refuse_fields(request)
     try:
-        job = make_chat_job(state, to_chat(request), "resp_")
+        job, plan = make_chat_job(state, to_chat(request), "resp_")
     except ApiError as error:
         raise error.renamed(_NAMES) from error
-    return job, ResponsesRenderer(state, job, request, PlainParser())
+    return job, ResponsesRenderer(state, job, request, plan.parser())
 
 
 # -- the request as a conversation -----------------------------------------------------------------
@@ -81,6 +85,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
         max_completion_tokens=request.max_output_tokens,
         tools=_tools(request),
         tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
         response_format=_response_format(request),
         reasoning_effort=reasoning.effort if reasoning else None,
         chat_template_kwargs=request.chat_template_kwargs,
@@ -182,7 +187,7 @@ def _tool(tool: ResponsesTool) -> Tool:
     return Tool(type="function", function=function)
 
 
-def _tool_choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
+def _tool_choice(choice: ToolMode | ResponsesToolChoice | None) -> ToolMode | ToolChoice | None:
     if not isinstance(choice, ResponsesToolChoice):
         return choice
     if choice.type != "function" or choice.name is None:
@@ -192,22 +197,20 @@ def _tool_choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
             "tool_choice",
             "unsupported_parameter",
         )
-    return {"type": "function", "function": {"name": choice.name}}
+    return ToolChoice(type="function", function=NamedFunction(name=choice.name))
 
 
-def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
+def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
     wanted = request.text.format if request.text else None
     if wanted is None:
         return None
     if wanted.type != "json_schema":
-        return {"type": wanted.type}
+        return ResponseFormat(type=wanted.type)
     if wanted.name is None or wanted.schema is None:
         raise bad_request("text.format: json_schema needs name and schema", "text.format")
     check_nesting(wanted.schema, "text.format.schema")
-    return {
-        "type": "json_schema",
-        "json_schema": {"name": wanted.name, "schema": wanted.schema, "strict": wanted.strict},
-    }
+    schema = JsonSchema(name=wanted.name, schema=wanted.schema, strict=wanted.strict)
+    return ResponseFormat(type="json_schema", json_schema=schema)
 
 
 # -- the answer ------------------------------------------------------------------------------------
@@ -322,7 +325,7 @@ class ResponsesRenderer(Renderer):
         params = job.params[0]
         wanted = request.text.format if request.text else None
         effort = request.reasoning.effort if request.reasoning else None
-        default_choice: ToolChoice = "auto" if request.tools else "none"
+        default_choice: ToolMode = "auto" if request.tools else "none"
         return ResponsesResponse(
             id=job.id,
             created_at=job.created,

@@ -18,6 +18,8 @@ from vllm_lite.server.protocol import (
     Ignored,
     Positive,
     SamplingFields,
+    ToolMode,
+    ToolName,
     Unsupported,
 )
 
@@ -45,7 +47,7 @@ class ResponsesTool(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Only functions."""
 
     type: str
-    name: str | None = None
+    name: ToolName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -56,9 +58,6 @@ class ResponsesToolChoice(msgspec.Struct, kw_only=True):
 
     type: str
     name: str | None = None
-
-
-ToolChoice = Literal["none", "auto", "required"] | ResponsesToolChoice
 
 
 class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -91,7 +90,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     reasoning: ReasoningConfig | None = None
     stream_options: ResponsesStreamOptions | None = None
     text: TextConfig | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolMode | ResponsesToolChoice | None = None
     tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: Metadata | None = None
@@ -196,7 +195,7 @@ class ResponsesResponse(msgspec.Struct, kw_only=True):
     store: bool = False
     temperature: float
     text: TextShown
-    tool_choice: ToolChoice
+    tool_choice: ToolMode | ResponsesToolChoice
     tools: list[ResponsesTool]
     top_p: float
     truncation: str = "disabled"

@@ -8,6 +8,14 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from vllm_lite.output_formats import (
+    AUTO,
+    NONE,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    detect_reasoning_format,
+    detect_tool_format,
+)
 from vllm_lite.server.engine import EngineLike
 from vllm_lite.server.logprobs import TokenTexts
 from vllm_lite.server.metrics import Metrics
@@ -30,6 +38,18 @@ class ServerState:
         self.encoder = msgspec.json.Encoder()
         self.token_texts = TokenTexts(engine.tokenizer)
         self.created = int(time.time())
+        templates = _templates(engine)
+        self.tool_format = _chosen(options.tool_call_parser, detect_tool_format(templates))
+        self.reasoning_format = _chosen(
+            options.reasoning_parser, detect_reasoning_format(templates)
+        )
+        # Of these two, whose marks are among the tokens that are hidden by default.
+        formats = ((self.tool_format, TOOL_FORMATS), (self.reasoning_format, REASONING_FORMATS))
+        self.hidden_marks = {
+            name
+            for name, known in formats
+            if name is not None and any(_is_hidden(engine, mark) for mark in known[name].markers())
+        }
         self.draining = False
         self.stopped = False
         self.active: set[Abortable] = set()
@@ -47,3 +67,20 @@ class ServerState:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _templates(engine: EngineLike) -> list[str]:
+    templates = engine.tokenizer.chat_template
+    if isinstance(templates, str):
+        return [templates]
+    return list((templates or {}).values())
+
+
+def _chosen(option: str, detected: str | None) -> str | None:
+    return {AUTO: detected, NONE: None}.get(option, option)
+
+
+def _is_hidden(engine: EngineLike, mark: str) -> bool:
+    tokenizer = engine.tokenizer
+    ids = tokenizer.encode(mark, add_special_tokens=False)
+    return mark not in tokenizer.decode(ids, skip_special_tokens=True)

@@ -23,6 +23,8 @@ class FakeTokenizer:
     vocab_size = 258
 
     def __init__(self) -> None:
+        self.chat_template: str | dict[str, str] | None = None
+        self.opening = "assistant:"  # of the assistant's turn
         self.chats: list[dict[str, Any]] = []
         self.work = 0  # encode() keeps the interpreter busy for this many rounds
 
@@ -56,7 +58,7 @@ class FakeTokenizer:
         if any(message["role"] == "martian" for message in messages):
             raise ValueError("the template knows no role 'martian'")
         text = "".join(f"{m['role']}:{m['content']}\n" for m in messages)
-        return [BOS, *text.encode(), *(b"assistant:" if add_generation_prompt else b"")]
+        return [BOS, *text.encode(), *(self.opening.encode() if add_generation_prompt else b"")]
 
     def token_bytes(self, token_id: int) -> bytes:
         return SPECIAL.get(token_id) or (bytes([token_id]) if token_id < 256 else b"")

@@ -155,8 +155,6 @@ TOOL = {"type": "function", "function": {"name": "f"}}
     [
         ({"tools": [TOOL]}, "tools"),
         ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"response_format": {"type": "text", "x": 1}}, "response_format"),

@@ -86,7 +86,9 @@ WRONG: dict[str, list[Any]] = {
     "continue_final_message": [1, "x", [], {}],
     "chat_template_kwargs": [1, "x", [], {"tokenize": 1}],
     "tools": [1, "x", {}, [1], [{}], [{"type": "function", "function": {"name": "f"}}]],
-    "tool_choice": [1, True, [], "required", {"type": "function"}],
+    "tool_choice": [1, True, [], "some", "required", {}, {"type": "custom"}, {"type": "function"}],
+    "parallel_tool_calls": [1, "x", [], {}],
+    "include_reasoning": [1, "x", [], {}],
 }
 LOGPROBS = {"/v1/completions": [*NUMBER, -1, 21, 1.5], "/v1/chat/completions": [1, 0, "x", [], {}]}
 UNSUPPORTED = [True, 1, "xyz", [1], {"a": 1}]

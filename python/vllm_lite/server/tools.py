@@ -1,0 +1,237 @@
+"""Calls of tools and reasoning in a conversation: what a request asks for, and how its answer is
+read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from vllm_lite.output_formats import REASONING_FORMATS
+from vllm_lite.output_parser import OutputParser, make_output_parser
+from vllm_lite.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm_lite.server.body import check_nesting
+from vllm_lite.server.errors import bad_request, show
+from vllm_lite.server.protocol import ChatRequest, Tool, ToolChoice
+from vllm_lite.server.state import ServerState
+
+# What the template may print behind an open mark of reasoning, and the mark itself.
+_LAST_TOKENS = 32
+# Values, not schemas: what looks like a reference there is none.
+_DATA_KEYS = frozenset({"const", "default", "enum", "examples"})
+_NAMED_SCHEMAS = frozenset({"$defs", "definitions", "properties", "patternProperties"})
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """``make_output_parser``'s arguments for each choice of a request."""
+
+    tools: str | None = None
+    reasoning: str | None = None
+    starts_in_reasoning: bool = False
+    required: bool = False
+    named: str | None = None
+    parallel: bool = True
+
+    @property
+    def plain(self) -> bool:
+        """All text is content."""
+        return not (self.tools or self.reasoning or self.required or self.named)
+
+    def parser(self) -> OutputParser:
+        return make_output_parser(
+            self.tools,
+            self.reasoning,
+            starts_in_reasoning=self.starts_in_reasoning,
+            required=self.required,
+            named=self.named,
+            parallel=self.parallel,
+        )
+
+
+def check_tools(request: ChatRequest) -> list[Tool]:
+    """The tools that the model is shown. Raises ``ApiError`` for tools or a choice that are wrong.
+
+    Of ``allowed_tools`` these are the allowed ones.
+    """
+    tools: dict[str, Tool] = {}
+    for index, tool in enumerate(request.tools or ()):
+        where = f"tools[{index}]"
+        if tool.type != "function":
+            raise bad_request(
+                f"{where}.type: {show(tool.type)} is not supported; use 'function'",
+                f"{where}.type",
+                "unsupported_parameter",
+            )
+        name = tool.function.name
+        if name in tools:
+            raise bad_request(
+                f"{where}.function.name: there is another {show(name)}", f"{where}.function.name"
+            )
+        tools[name] = tool
+        _check_parameters(tool.function.parameters, f"{where}.function.parameters")
+    choice = request.tool_choice
+    if not isinstance(choice, ToolChoice):
+        if choice == "required" and not tools:
+            raise bad_request("tool_choice: 'required' needs tools", "tool_choice")
+        return list(tools.values())
+    part = choice.function if choice.type == "function" else choice.allowed_tools
+    if part is None:
+        param = f"tool_choice.{choice.type}"
+        raise bad_request(f"{param}: missing", param)
+    names = _names(choice)
+    for name in names:
+        if name not in tools:
+            raise bad_request(f"tool_choice: tools has no function {show(name)}", "tool_choice")
+    if choice.type == "function":
+        return list(tools.values())
+    if not names:
+        raise bad_request("tool_choice.allowed_tools.tools: empty", "tool_choice")
+    return [tools[name] for name in dict.fromkeys(names)]
+
+
+def _names(choice: ToolChoice) -> list[str]:
+    if choice.type == "function":
+        return [choice.function.name] if choice.function else []
+    return (
+        [tool.function.name for tool in choice.allowed_tools.tools] if choice.allowed_tools else []
+    )
+
+
+def _check_parameters(parameters: dict[str, Any] | None, where: str) -> None:
+    check_nesting(parameters, where)
+    kind = (parameters or {}).get("type", "object")
+    if kind != "object":
+        raise bad_request(f"{where}.type: must be 'object', got {show(kind)}", where)
+
+
+def plan_output(
+    state: ServerState,
+    request: ChatRequest,
+    tools: Sequence[Tool],
+    token_ids: Sequence[int],
+    params: SamplingParams,
+) -> tuple[OutputPlan, SamplingParams]:
+    """How the output is to be read, and what the engine must be told so that it can be.
+
+    ``tools``: from ``check_tools``. ``token_ids``: of the prompt.
+    """
+    parallel = request.parallel_tool_calls is not False
+    choice = request.tool_choice
+    mode = choice
+    if isinstance(choice, ToolChoice):
+        mode = choice.allowed_tools.mode if choice.allowed_tools else "required"
+    if mode == "required":
+        named = None
+        if isinstance(choice, ToolChoice) and choice.function:
+            named = choice.function.name
+        schema = (
+            _calls_schema(tools, parallel)
+            if named is None
+            else _parameters(next(tool for tool in tools if tool.function.name == named))
+        )
+        plan = OutputPlan(state.tool_format, required=True, named=named, parallel=parallel)
+        return plan, _constrained(params, schema)
+    tool_format = None
+    if tools and mode != "none":
+        tool_format = state.tool_format
+        if tool_format is None:
+            raise bad_request(
+                f"{'tools' if choice is None else 'tool_choice'}: this server does not know how the"
+                " model writes calls; start it with --tool-call-parser, or set tool_choice to"
+                " 'none', 'required' or a function",
+                "tools" if choice is None else "tool_choice",
+                "unsupported_parameter",
+            )
+    # A grammar constrains the output from its first token on: it has no place for reasoning.
+    reasoning = state.reasoning_format if params.structured_outputs is None else None
+    plan = OutputPlan(
+        tool_format,
+        reasoning,
+        reasoning is not None and _thinks(state, request, reasoning, token_ids),
+        parallel=parallel,
+    )
+    if state.hidden_marks & {tool_format, reasoning}:
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    return plan, params
+
+
+def _thinks(
+    state: ServerState, request: ChatRequest, reasoning: str, token_ids: Sequence[int]
+) -> bool:
+    """Whether the prompt ends within reasoning."""
+    form = REASONING_FORMATS[reasoning]
+    if request.continue_final_message:
+        last = request.messages[-1].content
+        text = last if isinstance(last, str) else ""
+    else:
+        text = state.engine.tokenizer.decode(token_ids[-_LAST_TOKENS:], skip_special_tokens=False)
+    return text.rfind(form.open) > text.rfind(form.close)
+
+
+def _constrained(params: SamplingParams, schema: dict[str, Any]) -> SamplingParams:
+    if params.structured_outputs is not None:
+        raise bad_request(
+            "tool_choice: the output cannot be a call and at the same time what response_format,"
+            " structured_outputs or guided_* ask for",
+            "tool_choice",
+        )
+    try:
+        structured = StructuredOutputsParams(json=schema)
+    except ValueError as error:
+        message = str(error).replace("structured_outputs.json", "tools: parameters", 1)
+        raise bad_request(message, "tools") from error
+    return msgspec.structs.replace(params, structured_outputs=structured)
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are an object in every case."""
+    if tool.function.parameters is None:
+        return {"type": "object", "additionalProperties": False}
+    return {"type": "object", **tool.function.parameters}
+
+
+def _calls_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
+    """Of the list that ``make_output_parser`` reads with ``required``."""
+    calls = []
+    definitions = {}
+    for index, tool in enumerate(tools):
+        definitions[str(index)] = _moved(_parameters(tool), f"#/$defs/{index}")
+        properties = {
+            "name": {"const": tool.function.name},
+            "parameters": {"$ref": f"#/$defs/{index}"},
+        }
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties),
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if not parallel:
+        schema["maxItems"] = 1
+    return schema | {"$defs": definitions}
+
+
+def _moved(schema: Any, root: str, *, named: bool = False) -> Any:
+    """A schema whose references to its own root lead to ``root``.
+
+    ``named``: its keys are names of schemas, not keywords.
+    """
+    if isinstance(schema, list):
+        return [_moved(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {}
+    for key, value in schema.items():
+        if named:
+            value = _moved(value, root)
+        elif key == "$ref" and isinstance(value, str):
+            value = root + value[1:] if value.startswith("#") else value
+        elif key not in _DATA_KEYS:
+            value = _moved(value, root, named=key in _NAMED_SCHEMAS)
+        out[key] = value
+    return out
