@@ -60,7 +60,7 @@ def refuse_unsupported(request: GenerationRequest) -> None:
             "unsupported_parameter",
         )
     for name in unsupported_fields(StructuredOutputs):
-        if getattr(request.structured_outputs, name, None) is not None:
+        if getattr(request.structured_outputs, name, None) not in (None, False):
             raise bad_request(
                 f"structured_outputs.{name}: not supported by this server; leave the field out",
                 "structured_outputs",
