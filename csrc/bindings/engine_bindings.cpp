@@ -105,7 +105,7 @@ void bind_engine_core(py::module_& m) {
              std::vector<TokenId> bias_ids, std::vector<float> bias_values,
              std::vector<TokenId> allowed_ids, std::vector<TokenId> stop_ids,
              std::vector<TokenId> eos_ids, std::vector<std::string> stops, bool include_stop,
-             bool skip_special_tokens) {
+             bool skip_special_tokens, const py::bytes& constraint) {
             RequestInput input;
             input.key = key;
             input.prompt = vector_from_bytes<TokenId>(prompt);
@@ -136,6 +136,7 @@ void bind_engine_core(py::module_& m) {
             input.stops = std::move(stops);
             input.include_stop_in_output = include_stop;
             input.skip_special_tokens = skip_special_tokens;
+            input.sampling.constraint = constraint;
             core.submit(std::move(input));
           },
           py::kw_only(), py::arg("key"), py::arg("prompt"), py::arg("n"), py::arg("priority"),
@@ -144,7 +145,7 @@ void bind_engine_core(py::module_& m) {
           py::arg("presence_penalty"), py::arg("frequency_penalty"), py::arg("num_logprobs"),
           py::arg("seed"), py::arg("bias_ids"), py::arg("bias_values"), py::arg("allowed_ids"),
           py::arg("stop_ids"), py::arg("eos_ids"), py::arg("stops"), py::arg("include_stop"),
-          py::arg("skip_special_tokens"))
+          py::arg("skip_special_tokens"), py::arg("constraint"))
       .def("abort", &EngineCore::abort, py::arg("key"),
            "Ends a request without a further answer; unknown and finished keys are ignored.")
       .def(

@@ -315,7 +315,7 @@ void EngineCore::check_result(const StepResultView& result) const {
   if (result.header().error != 0) return;
   const Step& step = scheduler_.step_in_flight(0);
   VL_ASSERT(result.token_ids().size() == static_cast<size_t>(step.num_samples));
-  for (const TokenId token : result.token_ids()) VL_ASSERT(token >= kNoToken);
+  for (const TokenId token : result.token_ids()) VL_ASSERT(token >= kAllMasked);
   for (const ScheduledSequence& part : step.sequences) {
     VL_ASSERT(!part.samples ||
               result.header().max_logprobs >= part.sequence->sampling->row.num_logprobs);
@@ -326,6 +326,13 @@ void EngineCore::absorb(Stream& stream, TokenId token, const TokenLogprobs* logp
   const RequestInput& input = stream.owner.input;
   if (token == kNoToken) {
     end_with_error(stream, "the model gave no finite logits to sample from");
+    return;
+  }
+  if (token == kAllMasked) {
+    end_with_error(stream,
+                   "no token is left to choose from: structured_outputs, bad_words, "
+                   "allowed_token_ids and min_tokens exclude them all together, or the grammar has "
+                   "become too complex at this place");
     return;
   }
   SequenceOutput output;

@@ -123,7 +123,8 @@ void dequantize_cpu(const DequantizeParams& params);
 // Sampling, one call for all rows of a step. The order of processing of a row's logits, after which
 // the choice is made (logprobs and ranks are of the raw logits, before any of it):
 //   1. logit_bias;
-//   2. allowed ids (others masked); stop ids masked while positions[i] < min_total_tokens;
+//   2. allowed ids and the row's token mask (others masked); stop ids masked while positions[i] <
+//      min_total_tokens;
 //   3. repetition penalty (prompt and output), frequency and presence penalties (output);
 //   4. temperature 0: the largest logit, the lowest id among equals. Otherwise divide by it, then
 //   5. top_k, then top_p over what is left, then min_p relative to the likeliest; each keeps at
@@ -131,10 +132,11 @@ void dequantize_cpu(const DequantizeParams& params);
 //      token that crosses top_p stays;
 //   6. Gumbel-max with Philox4x32-10 keyed by (seed) and counted by (position, token id): one noise
 //      per token id, so that the choice depends on nothing but the row.
-// A row whose logits hold a NaN or +inf, or leave no finite candidate, or whose rows[i] lies
-// outside max_rows, yields token -1, rank 0 and logprob -inf. Ids outside the vocabulary in the
-// lists below are ignored. Two rows of one call must not share a row of output_counts. -inf logits
-// are never chosen; their logprobs are reported as -inf.
+// A row whose logits hold a NaN or +inf or no finite candidate, or whose rows[i] lies outside
+// max_rows, yields token -1, rank 0 and logprob -inf; one of whose candidates steps 1 to 3 leave
+// none, token -2. Ids outside the vocabulary in the lists below are ignored. Two rows of one call
+// must not share a row of output_counts. -inf logits are never chosen; their logprobs are reported
+// as -inf.
 struct SampleParams {
   const float* logits;       // [num_rows, vocab_size]
   int64_t logits_stride;     // elements
@@ -149,8 +151,12 @@ struct SampleParams {
   // Both [max_rows, vocab_size], or nullptr: no row has penalties.
   int32_t* output_counts;      // tokens generated; the sampled token is counted here
   const uint8_t* prompt_mask;  // 1: in the prompt
+  // One bit for each token, lowest first, 1: allowed; or nullptr: no row has a mask.
+  const int32_t* token_masks;  // [num_masks, ceil(vocab_size / 32)]
+  const int32_t* mask_index;   // [num_rows], into token_masks; not one of them: no mask
+  int32_t num_masks;
   // Results.
-  int32_t* token_ids;  // [num_rows], -1: row failed
+  int32_t* token_ids;  // [num_rows], below 0: row failed
   // [max_rows] or nullptr; of rows[i], if there is such a row, it becomes the token, 0 if row i
   // failed
   int32_t* last_tokens;

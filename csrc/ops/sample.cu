@@ -50,6 +50,15 @@ struct Mask {
     }
     __syncthreads();
   }
+  // Sets the bits of ids that are not in a row's token mask.
+  __device__ void exclude(const uint32_t* allowed, int vocab_size) {
+    const int first = segment_begin() / 32, count = (vocab_size + 31) / 32 - first;
+    for (int i = static_cast<int>(threadIdx.x); i < kSampleSegment / 32 && i < count;
+         i += kThreads) {
+      bits[i] |= ~allowed[first + i];
+    }
+    __syncthreads();
+  }
   __device__ bool masked(int id) const {
     const int place = id - segment_begin();
     return (bits[place / 32] >> (place % 32) & 1) != 0;
@@ -85,11 +94,13 @@ __device__ BestLogit process_segment(const Row& row, const Segment& segment, Mas
     from = to;
   }
   const bool restricted = row.restricted(), without_stop = row.without_stop();
-  const bool with_mask = restricted || without_stop;
+  const uint32_t* token_mask = row.token_mask();
+  const bool with_mask = restricted || token_mask != nullptr || without_stop;
   if (with_mask) mask.fill(restricted ? ~0u : 0u);
   if (restricted) {
     mask.change(row.lists().allowed_ids, row.kept().num_allowed, false);
   }
+  if (token_mask != nullptr) mask.exclude(token_mask, size);
   if (without_stop) {
     mask.change(row.lists().stop_ids, row.kept().num_stop, true);
   }

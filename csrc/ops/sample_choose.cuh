@@ -182,7 +182,8 @@ __global__ void __launch_bounds__(kChooseThreads, 1)
     if (count > 0) write_top_ids(row, peak, digits[0], top[0], scratch[0]);
     return;
   }
-  const int32_t token = failed(peak) ? -1 : choose_token(row, peak, digits[0], scratch[0]);
+  const int32_t token =
+      failed(peak) ? failure(peak) : choose_token(row, peak, digits[0], scratch[0]);
   const bool with_logprob = token >= 0 && params.logprobs != nullptr && row.with_logprobs();
   float logprob = -infinity();
   if (with_logprob) {

@@ -78,6 +78,7 @@ class RowSampler {
     if (raw_peak.broken || raw_peak.id < 0) return;
     const float* x = processed_logits();
     const Peak peak = x == raw_ ? raw_peak : passes_.find_peak(x, size_);
+    if (!peak.broken && peak.id < 0) params_.token_ids[index_] = kAllMaskedToken;
     if (peak.broken || peak.id < 0) return;
     const int32_t token = sampling().temperature > 0.0f ? draw(x, peak) : peak.id;
     params_.token_ids[index_] = token;
@@ -89,7 +90,7 @@ class RowSampler {
   bool in_vocabulary(int32_t id) const { return id >= 0 && id < size_; }
 
   void write_failure() {
-    params_.token_ids[index_] = -1;
+    params_.token_ids[index_] = kFailedToken;
     if (params_.logprobs) params_.logprobs[index_] = -kInfinity;
     if (params_.ranks) params_.ranks[index_] = 0;
     if (!params_.top_ids) return;
@@ -113,7 +114,9 @@ class RowSampler {
     const float frequency = sampling().frequency_penalty;
     const bool penalized =
         params_.output_counts && (repetition != 1.0f || presence != 0.0f || frequency != 0.0f);
-    if (!biased && !restricted && !no_stop && !penalized) return raw_;
+    const uint32_t* mask =
+        token_mask_of(params_.token_masks, params_.mask_index, params_.num_masks, index_, size_);
+    if (!biased && !restricted && !mask && !no_stop && !penalized) return raw_;
     scratch_.logits.assign(raw_, raw_ + size_);
     float* x = scratch_.logits.data();
     if (with_lists) {
@@ -126,6 +129,7 @@ class RowSampler {
         if (in_vocabulary(lists.stop_ids[i])) x[lists.stop_ids[i]] = -kInfinity;
       }
     }
+    if (mask) apply_mask(mask, x);
     if (penalized) {
       passes_.penalize(x, size_, params_.output_counts + state_offset(),
                        params_.prompt_mask + state_offset(), repetition, frequency, presence);
@@ -139,6 +143,18 @@ class RowSampler {
     std::fill_n(x, size_, -kInfinity);
     for (size_t i = 0; i < ids.size(); ++i) {
       if (in_vocabulary(ids[i])) x[ids[i]] = scratch_.values[i];
+    }
+  }
+
+  void apply_mask(const uint32_t* mask, float* x) {
+    for (int32_t begin = 0; begin < size_; begin += 32) {
+      const uint32_t word = mask[begin / 32];
+      const int32_t end = std::min(begin + 32, size_);
+      if (word == 0) std::fill(x + begin, x + end, -kInfinity);
+      if (word == 0 || word == ~0u) continue;
+      for (int32_t id = begin; id < end; ++id) {
+        if ((word >> (id - begin) & 1) == 0) x[id] = -kInfinity;
+      }
     }
   }
 

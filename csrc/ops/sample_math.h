@@ -85,6 +85,9 @@ VL_HOST_DEVICE static inline int64_t top_p_target(float p, int64_t total) {
   return floor + (static_cast<double>(floor) < share);
 }
 
+// What a row that failed has for its token: scheduler.h's kNoToken and kAllMasked.
+constexpr int32_t kFailedToken = -1, kAllMaskedToken = -2;
+
 // ---- steps of SampleParams
 
 VL_HOST_DEVICE static inline uint64_t seed_of(const RowSampling& row) {
@@ -104,6 +107,16 @@ struct IdLists {
         allowed_ids(words + 2 * row.num_bias),
         stop_ids(allowed_ids + row.num_allowed) {}
 };
+
+// A row's piece of SampleParams::token_masks; nullptr: it has none.
+VL_HOST_DEVICE static inline const uint32_t* token_mask_of(const int32_t* masks,
+                                                           const int32_t* mask_index,
+                                                           int32_t num_masks, int32_t index,
+                                                           int32_t vocab_size) {
+  if (masks == nullptr || mask_index[index] < 0 || mask_index[index] >= num_masks) return nullptr;
+  const int64_t num_words = (static_cast<int64_t>(vocab_size) + 31) / 32;
+  return reinterpret_cast<const uint32_t*>(masks) + mask_index[index] * num_words;
+}
 
 VL_HOST_DEVICE static inline float penalized(float logit, int32_t output_count, bool in_prompt,
                                              float repetition, float frequency, float presence) {

@@ -249,13 +249,19 @@ struct Row {
     return params.id_lists != nullptr && kept().num_stop > 0 &&
            params.positions[index] < sampling().min_total_tokens;
   }
+  __device__ const uint32_t* token_mask() const {
+    return token_mask_of(params.token_masks, params.mask_index, params.num_masks, index,
+                         params.vocab_size);
+  }
   __device__ bool with_penalties() const {
     return params.output_counts != nullptr &&
            (sampling().repetition_penalty != 1.0f || sampling().presence_penalty != 0.0f ||
             sampling().frequency_penalty != 0.0f);
   }
   __device__ const float* processed() const {
-    return biased() || restricted() || without_stop() || with_penalties() ? copy() : raw();
+    const bool changed =
+        biased() || restricted() || token_mask() != nullptr || without_stop() || with_penalties();
+    return changed ? copy() : raw();
   }
 
   __device__ bool greedy() const { return !(sampling().temperature > 0.0f); }
@@ -297,6 +303,12 @@ struct Row {
     return block_reduce_array(sums(job), work.num_segments, int64_t{0}, scratch.sums, Add());
   }
 };
+
+// What a row that failed has for its token.
+__device__ int32_t failure(const SegmentPeak& peak) {
+  const bool all_masked = peak.raw != kBrokenKey && peak.raw != kNoKey && peak.processed == kNoKey;
+  return all_masked ? kAllMaskedToken : kFailedToken;
+}
 
 __device__ bool failed(const SegmentPeak& peak) {
   return peak.raw == kBrokenKey || peak.processed == kBrokenKey || peak.raw == kNoKey ||

@@ -1,5 +1,6 @@
 #include "scheduler/plan_view.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
@@ -81,7 +82,20 @@ std::vector<NewRow> PlanView::new_rows() const {
     row.sampling.stop_ids = take_ids(state.num_stop);
     row.history = take_ids(state.num_history);
   }
-  VL_ASSERT(lists.empty());
+  while (!lists.empty()) {
+    RowConstraint head;
+    std::memcpy(&head, lists.take(kRowConstraintWords).data(), sizeof(head));
+    const auto row = std::find_if(rows.begin(), rows.end(), [&head](const NewRow& candidate) {
+      return candidate.row == head.row;
+    });
+    VL_ASSERT(row != rows.end() && head.num_bytes > 0);
+    const auto bytes =
+        lists.take(static_cast<int64_t>(constraint_words(static_cast<size_t>(head.num_bytes))));
+    row->sampling.constraint.assign(reinterpret_cast<const char*>(bytes.data()),
+                                    static_cast<size_t>(head.num_bytes));
+    const auto output = lists.take(head.num_output);
+    row->output.assign(output.begin(), output.end());
+  }
   return rows;
 }
 

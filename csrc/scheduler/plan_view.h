@@ -21,6 +21,7 @@ struct NewRow {
   RowId row = -1;
   SamplingParams sampling;
   std::vector<TokenId> history;
+  std::vector<TokenId> output;  // only with a constraint
 };
 
 class PlanView {

@@ -295,7 +295,7 @@ void Scheduler::commit(std::span<const TokenId> sampled) {
     if (s.state == SequenceState::kFinished) continue;
     s.num_pending -= part.samples;
     // A failed row may have left rubbish in its KV: it is not counted as computed, nor published.
-    if (part.samples && token == kNoToken) {
+    if (part.samples && token < 0) {
       s.num_planned = s.num_computed;
       continue;
     }

@@ -238,5 +238,7 @@ class Scheduler {
 };
 
 constexpr TokenId kNoToken = -1;
+// The row failed because its masks together left no token.
+constexpr TokenId kAllMasked = -2;
 
 }  // namespace vllm_lite

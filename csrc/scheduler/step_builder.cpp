@@ -29,7 +29,9 @@ RowState row_state(const Sequence& sequence) {
       .sampling = sampling.row,
       .num_bias = narrow(sampling.bias_ids.size()),
       .num_allowed = narrow(sampling.allowed_ids.size()),
-      .num_stop = sampling.row.min_total_tokens > 0 ? narrow(sampling.stop_ids.size()) : 0,
+      .num_stop = sampling.row.min_total_tokens > 0 && sampling.constraint.empty()
+                      ? narrow(sampling.stop_ids.size())
+                      : 0,
       .num_history = sampling.needs_history() ? narrow(sequence.tokens.size()) : 0,
   };
 }
@@ -46,6 +48,25 @@ int32_t* append_lists(int32_t* out, const Sequence& sequence, const RowState& ro
   out = append(out, sampling.allowed_ids.data(), static_cast<size_t>(row.num_allowed));
   out = append(out, sampling.stop_ids.data(), static_cast<size_t>(row.num_stop));
   return append(out, sequence.tokens.data(), static_cast<size_t>(row.num_history));
+}
+
+size_t num_constraint_words(const Sequence& sequence) {
+  const std::string& constraint = sequence.sampling->constraint;
+  if (constraint.empty()) return 0;
+  return kRowConstraintWords + constraint_words(constraint.size()) +
+         static_cast<size_t>(sequence.num_output_tokens());
+}
+
+int32_t* append_constraint(int32_t* out, const Sequence& sequence) {
+  const std::string& constraint = sequence.sampling->constraint;
+  const RowConstraint head{sequence.row, narrow(constraint.size()), sequence.num_output_tokens()};
+  std::memcpy(out, &head, sizeof(head));
+  out += kRowConstraintWords;
+  const size_t num_words = constraint_words(constraint.size());
+  out[num_words - 1] = 0;  // the last word may be partly filled
+  std::memcpy(out, constraint.data(), constraint.size());
+  return append(out + num_words, sequence.tokens.data() + sequence.num_prompt_tokens,
+                static_cast<size_t>(head.num_output));
 }
 
 // The first table entry that the worker does not know and may need.
@@ -75,11 +96,13 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   size_t num_table_updates = 0;
   size_t num_new_rows = 0;
   size_t list_words = 0;
+  size_t all_constraint_words = 0;
   for (const ScheduledSequence& part : step.sequences) {
     num_table_updates += part.sequence->block_table.blocks.size() - first_unsent(part);
     if (part.new_row) {
       ++num_new_rows;
       list_words += num_list_words(row_state(*part.sequence));
+      all_constraint_words += num_constraint_words(*part.sequence);
     }
   }
 
@@ -95,7 +118,8 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   const size_t freed_at = copies_at + 2 * step.copies.size();
   const size_t new_rows_at = freed_at + step.freed_rows.size();
   const size_t lists_at = new_rows_at + kNewRowWords * num_new_rows;
-  const size_t num_words = lists_at + list_words;
+  const size_t constraints_at = lists_at + list_words;
+  const size_t num_words = constraints_at + all_constraint_words;
   words_.resize(num_words);
   int32_t* const words = words_.data();
 
@@ -111,7 +135,7 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   header.num_block_copies = narrow(step.copies.size());
   header.num_freed_rows = narrow(step.freed_rows.size());
   header.num_new_rows = narrow(num_new_rows);
-  header.num_list_words = narrow(list_words);
+  header.num_list_words = narrow(list_words + all_constraint_words);
   header.max_logprobs = -1;
 
   int32_t* slots = words + slots_at;  // two words each
@@ -121,6 +145,7 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   int32_t* table_update = words + tables_at;
   int32_t* new_row = words + new_rows_at;
   int32_t* lists = words + lists_at;
+  int32_t* constraints = words + constraints_at;
   int32_t token = 0;  // of the step
   int32_t index = 0;
   const int32_t offset_mask = (1 << block_shift_) - 1;
@@ -168,6 +193,7 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
       std::memcpy(new_row, &row, sizeof(row));
       new_row += kRowStateWords;
       lists = append_lists(lists, s, row);
+      if (!s.sampling->constraint.empty()) constraints = append_constraint(constraints, s);
     }
   }
   words[starts_at + num_seqs] = token;

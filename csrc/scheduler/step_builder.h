@@ -18,8 +18,8 @@ namespace vllm_lite {
 
 class StepBuilder {
  public:
-  // Reserves once for the largest plan that the limits allow, histories and bias lists aside; past
-  // kMaxReservedWords the buffer grows when a plan needs it. `block_size` is a power of two.
+  // Reserves once for the largest plan that the limits allow, lists and constraints of rows aside;
+  // past kMaxReservedWords the buffer grows when a plan needs it. `block_size` is a power of two.
   StepBuilder(const SchedulerConfig& config, int32_t block_size);
 
   // The returned words hold until the next call. Advances Sequence::num_blocks_sent.

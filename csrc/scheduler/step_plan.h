@@ -17,7 +17,7 @@
 //   block_copies       2 * num_block_copies      (source, destination), before the forward pass
 //   freed_rows         num_freed_rows            nobody uses these rows until they are new again
 //   new_rows           17 * num_new_rows         row, RowState (16 words, core/row_state.h)
-//   row_lists          num_list_words            the lists of the new rows, see below
+//   row_lists          num_list_words            the lists of the new rows, see below, then their constraints
 // clang-format on
 //
 // Plans are carried out in the order in which they are sent, and each is answered by one result, in
@@ -27,7 +27,9 @@
 // since the engine core throws away what it computes from it.
 //
 // The lists of a new row, as long as its RowState says: bias ids, bias values, allowed ids, stop
-// ids (only with min_total_tokens), history (the sequence's tokens so far, only with penalties).
+// ids (only with min_total_tokens and without a constraint), history (the sequence's tokens so far,
+// only with penalties). After all of them, for each new row with a constraint: a RowConstraint, its
+// bytes padded to words, and the sequence's output tokens so far.
 #pragma once
 
 #include <cstddef>
@@ -65,10 +67,19 @@ static_assert(sizeof(PlanHeader) == 16 * sizeof(int32_t));
 
 constexpr int32_t kNewRowWords = 1 + kRowStateWords;
 
+struct RowConstraint {
+  int32_t row;
+  int32_t num_bytes;  // of SamplingParams::constraint
+  int32_t num_output;
+};
+constexpr int32_t kRowConstraintWords = sizeof(RowConstraint) / sizeof(int32_t);
+constexpr size_t constraint_words(size_t num_bytes) { return (num_bytes + 3) / 4; }
+
 // Header, then: token_ids[num_logits]; logprobs[num_logits] (float, of the token, before any
 // sampling parameter); ranks[num_logits] (1 = most likely); top_ids[num_logits * max_logprobs];
 // top_logprobs[num_logits * max_logprobs] (float), most likely first, kNoToken-padded; message
-// bytes. logprobs and ranks are present only if max_logprobs >= 0.
+// bytes. logprobs and ranks are present only if max_logprobs >= 0. A row that failed has kNoToken,
+// or kAllMasked, for its token.
 struct ResultHeader {  // 8 words
   int32_t magic;
   int32_t num_words;

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from vllm_lite.engine import Engine, LLMEngine
     from vllm_lite.llm import LLM
     from vllm_lite.outputs import CompletionOutput, RequestOutput
-    from vllm_lite.sampling_params import RequestOutputKind, SamplingParams
+    from vllm_lite.sampling_params import (
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
     from vllm_lite.version import __version__
 
 _HOMES = {
@@ -30,6 +34,7 @@ _HOMES = {
     "RequestOutput": ("vllm_lite.outputs", "RequestOutput"),
     "RequestOutputKind": ("vllm_lite.sampling_params", "RequestOutputKind"),
     "SamplingParams": ("vllm_lite.sampling_params", "SamplingParams"),
+    "StructuredOutputsParams": ("vllm_lite.sampling_params", "StructuredOutputsParams"),
     "__version__": ("vllm_lite.version", "__version__"),
 }
 
@@ -45,6 +50,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

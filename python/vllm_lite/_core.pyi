@@ -180,6 +180,7 @@ class EngineCore:
         stops: Sequence[str],
         include_stop: bool,
         skip_special_tokens: bool,
+        constraint: bytes,  # a TokenConstraint of messages.py, or none
     ) -> None: ...
     def abort(self, key: int) -> None: ...
     def begin_step(self) -> memoryview | None:

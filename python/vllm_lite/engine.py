@@ -118,8 +118,9 @@ class Engine:
         key = self._next_key
         self._next_key += 1
         message = make_add_request(
-            key, ids, params, priority, salt, self._eos_token_ids, self.max_model_len
-        )
+            key, ids, params, priority, salt, self._eos_token_ids, self.max_model_len,
+            self.tokenizer,
+        )  # fmt: skip
         self.client.send(message)
         self._requests[key] = RequestState(request_id, key, text, ids, params, self.tokenizer)
         self._keys[request_id] = key

@@ -2,6 +2,20 @@
 
 import msgspec
 
+MAX_CONSTRAINT_BYTES = 1 << 19  # of an encoded TokenConstraint
+
+
+class TokenConstraint(msgspec.Struct, array_like=True):
+    """What masks a sequence's tokens are made from. It travels as it is, from the front end through
+    the engine core and its plans to the worker.
+    """
+
+    grammar: str  # llguidance's; empty: none
+    bad_words: list[list[int]]  # token sequences that may not be completed
+    late_ids: list[int]  # those that end the sequence, masked before min_tokens
+    min_tokens: int
+    ignored_ids: list[int]  # masked while a grammar allows any others
+
 
 class AddRequest(msgspec.Struct, array_like=True, tag="add"):
     """One request; the fields are ``EngineCore.submit``'s arguments
@@ -32,6 +46,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add"):
     stops: list[str]
     include_stop: bool
     skip_special_tokens: bool
+    constraint: bytes  # a TokenConstraint, or none
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag="abort"):
@@ -88,4 +103,5 @@ class EngineOutputs(msgspec.Struct, array_like=True):
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine_core = msgspec.msgpack.Decoder(ToEngineCore).decode
+decode_constraint = msgspec.msgpack.Decoder(TokenConstraint).decode
 decode_outputs = msgspec.msgpack.Decoder(EngineOutputs).decode

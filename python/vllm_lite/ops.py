@@ -359,6 +359,8 @@ def sample(
     top_logprobs: torch.Tensor | None,
     workspace: torch.Tensor | None = None,
     last_tokens: torch.Tensor | None = None,
+    token_masks: torch.Tensor | None = None,
+    mask_index: torch.Tensor | None = None,
 ) -> None:
     """Chooses one token per row; the order of processing is documented in ``csrc/ops/ops.h``.
 
@@ -366,7 +368,9 @@ def sample(
     row_state: int32 ``[max_rows, 16]``, the words of ``csrc/core/row_state.h``; id_lists: int32
     ``[max_rows, words]``, each row's bias ids, bias values (float32's bits), allowed ids and stop
     ids back to back, as many as its state says; output_counts: int32 ``[max_rows, vocab_size]``,
-    counted up by the op; prompt_mask: uint8 of the same shape.
+    counted up by the op; prompt_mask: uint8 of the same shape; token_masks: int32 ``[num_masks,
+    ceil(vocab_size / 32)]``, a bit for each token, lowest first, 1: allowed; mask_index: int32
+    ``[num_rows]``, which of them a row has, -1: none.
     Results: token_ids, ranks: int32 ``[num_rows]``; logprobs: float32 ``[num_rows]``;
     top_ids (int32), top_logprobs (float32): ``[num_rows, max_logprobs]``.
     last_tokens: int32 ``[max_rows]``; that of each sampled row becomes its token, 0 if it failed.
@@ -374,7 +378,8 @@ def sample(
     """
     _ops.sample(
         logits, rows, positions, row_state, id_lists, output_counts, prompt_mask,
-        token_ids, logprobs, ranks, top_ids, top_logprobs, workspace, last_tokens, _stream(logits),
+        token_masks, mask_index, token_ids, logprobs, ranks, top_ids, top_logprobs, workspace,
+        last_tokens, _stream(logits),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from vllm_lite import _core
 from vllm_lite.channel import ChannelClosed, Child, open_standard_fds, stop_all
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import EngineDeadError
+from vllm_lite.messages import MAX_CONSTRAINT_BYTES
 from vllm_lite.model_config import ModelConfig
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.sampling_params import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS
@@ -34,10 +35,10 @@ def plan_bytes_limit(config: EngineConfig, max_model_len: int, vocab_size: int) 
     """
     blocks = -(-max_model_len // config.block_size)
     per_token = 4 * 4
-    # Every row begins in one step, with its whole table, a history, and lists of every kind:
-    # allowed and stop ids have no double entries.
+    # Every row begins in one step, with its whole table, a history, lists of every kind (allowed
+    # and stop ids have no double entries), and a constraint with the output so far.
     lists = 2 * MAX_LOGIT_BIAS_ENTRIES + 2 * vocab_size
-    per_row = 4 * (64 + 3 * blocks + max_model_len + lists)
+    per_row = 4 * (64 + 3 * blocks + 2 * max_model_len + lists) + MAX_CONSTRAINT_BYTES
     return config.max_num_batched_tokens * per_token + config.max_num_seqs * per_row + 4096
 
 

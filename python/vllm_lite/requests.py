@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from vllm_lite.messages import AddRequest, SequenceOutput, TokenLogprobs
+from vllm_lite.messages import (
+    MAX_CONSTRAINT_BYTES,
+    AddRequest,
+    SequenceOutput,
+    TokenConstraint,
+    TokenLogprobs,
+    encode,
+)
 from vllm_lite.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm_lite.sampling_params import RequestOutputKind, SamplingParams, check_unicode
 from vllm_lite.tokenizer import Tokenizer
@@ -81,16 +88,20 @@ def make_add_request(
     salt: str,
     eos_token_ids: Sequence[int],
     max_model_len: int,
+    tokenizer: Tokenizer,
 ) -> AddRequest:
     """The message that starts a request. A request without a seed gets one from the system's
     randomness.
     """
-    eos = [] if params.ignore_eos else list(eos_token_ids)
+    ignores_eos = params.ignore_eos and params.structured_outputs is None
+    eos = [] if ignores_eos else list(eos_token_ids)
     stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
     seed = secrets.randbits(64) if params.seed is None else params.seed & (1 << 64) - 1
     room = max_model_len - len(prompt_ids)
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     bias = params.logit_bias or {}
+    # Without double entries, so that the size of a step's plan has a bound.
+    stop_ids = list(dict.fromkeys([*eos, *(params.stop_token_ids or [])]))
     return AddRequest(
         key=key,
         prompt=array("i", prompt_ids).tobytes(),
@@ -111,14 +122,44 @@ def make_add_request(
         seed=seed,
         bias_ids=[int(token) for token in bias],
         bias_values=[float(value) for value in bias.values()],
-        # Without double entries, so that the size of a step's plan has a bound.
         allowed_ids=list(dict.fromkeys(params.allowed_token_ids or [])),
-        stop_ids=list(dict.fromkeys([*eos, *(params.stop_token_ids or [])])),
+        stop_ids=stop_ids,
         eos_ids=eos,
         stops=stops,
         include_stop=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens,
+        constraint=_constraint(params, stop_ids, eos, tokenizer),
     )
+
+
+def _constraint(
+    params: SamplingParams, stop_ids: list[int], eos: list[int], tokenizer: Tokenizer
+) -> bytes:
+    structured = params.structured_outputs
+    if structured is None and not params.bad_words:
+        return b""
+    encoded = encode(
+        TokenConstraint(
+            grammar="" if structured is None else structured.compiled,
+            bad_words=_bad_word_ids(params.bad_words or [], tokenizer),
+            late_ids=stop_ids if params.min_tokens else [],
+            min_tokens=params.min_tokens,
+            ignored_ids=eos if params.ignore_eos else [],
+        )
+    )
+    if len(encoded) > MAX_CONSTRAINT_BYTES:
+        raise ValueError(
+            f"bad_words, stop_token_ids and structured_outputs take {len(encoded)} bytes together; "
+            f"at most {MAX_CONSTRAINT_BYTES} are accepted"
+        )
+    return encoded
+
+
+def _bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Each word at a text's beginning and after a space."""
+    texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+    return [list(ids) for ids in dict.fromkeys(map(tuple, encoded)) if ids]
 
 
 @dataclass(slots=True)

@@ -3,11 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import cached_property
 from numbers import Real
 from operator import index
 from typing import Any
 
 import msgspec
+
+from vllm_lite.grammar import choice_grammar, json_grammar, regex_grammar, rules_grammar
 
 MAX_SAMPLES = 128  # n
 MAX_LOGPROBS = 20
@@ -18,6 +21,8 @@ MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
 _INT32_MAX = 2**31 - 1
 
 
@@ -25,6 +30,52 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0  # every output holds everything so far
     DELTA = 1  # every output holds what is new
     FINAL_ONLY = 2  # one output, at the end
+
+
+class StructuredOutputsParams(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True, dict=True
+):
+    """What the whole output must be: exactly one of the fields. Checked when it is made;
+    ``ValueError`` names the field.
+
+    json: a JSON schema, as an object or as text. regex: in the syntax of Rust's regex crate.
+    choice: one of these texts. grammar: llguidance's Lark dialect or GBNF. json_object: any JSON
+    object.
+    """
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.compiled  # noqa: B018  # raises for what is wrong
+
+    @cached_property
+    def compiled(self) -> str:
+        """llguidance's grammar. Microseconds to milliseconds, for the largest half a second."""
+        if self.json_object is not None and not isinstance(self.json_object, bool):
+            raise _error(
+                "structured_outputs.json_object", "must be true or false", self.json_object
+            )
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        given = [name for name, value in fields.items() if value is not None and value is not False]
+        if len(given) != 1:
+            names = ", ".join(self.__struct_fields__)
+            got = " and ".join(given) or "none"
+            raise ValueError(f"structured_outputs must have exactly one of {names}, got {got}")
+        name = f"structured_outputs.{given[0]}"
+        match given[0]:
+            case "json":
+                return json_grammar(name, self.json)
+            case "regex":
+                return regex_grammar(name, self.regex)
+            case "choice":
+                return choice_grammar(name, self.choice)
+            case "grammar":
+                return rules_grammar(name, self.grammar)
+        return json_grammar(name, {"type": "object"})
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +105,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_tokens: int | None = 16
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    bad_words: list[str] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -94,6 +147,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 )
         if self.logprobs is not None:
             self.logprobs = _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            requirement = "must be StructuredOutputsParams"
+            raise _error("structured_outputs", requirement, self.structured_outputs)
+        if self.bad_words is not None:
+            self.bad_words = _bad_words(self.bad_words)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise _error("output_kind", "must be a RequestOutputKind", self.output_kind)
 
@@ -110,6 +168,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 raise _error(
                     name, f"must hold token ids below {vocab_size} (vocabulary size)", largest
                 )
+        if self.structured_outputs is not None and not eos_token_ids:
+            raise ValueError(
+                "structured_outputs needs a model with an end-of-sequence token, which ends an "
+                "output that is complete; this one has none"
+            )
         if self.min_tokens == 0:
             return
         ends = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else eos_token_ids)}
@@ -207,6 +270,21 @@ def _stop_strings(value: Any) -> list[str]:
             raise _error(f"stop[{i}]", requirement, text)
         check_unicode(f"stop[{i}]", text)
     return list(strings)
+
+
+def _bad_words(value: Any) -> list[str]:
+    if not isinstance(value, (list, tuple)):
+        raise _error("bad_words", "must be a list of strings", value)
+    if len(value) > MAX_BAD_WORDS:
+        raise _error("bad_words", f"must have at most {MAX_BAD_WORDS} strings", len(value))
+    for i, word in enumerate(value):
+        if not isinstance(word, str) or not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
+            requirement = f"must be a string of 1 to {MAX_BAD_WORD_CHARS} characters"
+            raise _error(f"bad_words[{i}]", requirement, word)
+        if not word.strip():
+            raise _error(f"bad_words[{i}]", "must not be white space alone", word)
+        check_unicode(f"bad_words[{i}]", word)
+    return list(value)
 
 
 def check_unicode(name: str, text: str) -> str:

@@ -6,12 +6,14 @@ OpenAI does; fields that are known but not supported are declared too (``Unsuppo
 they can be refused by name.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from vllm_lite.sampling_params import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PENALTY,
@@ -30,12 +32,40 @@ Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NonNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Exactly one of them: what the whole output must be."""
+
+    json: dict[str, Any] | str | None = None  # a JSON schema
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    disable_additional_properties: Unsupported = None
+    disable_any_whitespace: Unsupported = None
+    structural_tag: Unsupported = None
+    whitespace_pattern: Unsupported = None
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    name: str
+    schema: dict[str, Any] | None = None  # left out: any JSON
+    description: str | None = None
+    strict: bool | None = None  # the output always fits the schema
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -71,22 +101,24 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     user: str | None = None
     priority: Int32 | None = None  # lower runs first
 
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    # What the output must be. One of these at most; the last four are vLLM's older names.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+
     best_of: Positive | None = None  # only equal to n
-    bad_words: Unsupported = None
     cache_salt: Unsupported = None
     echo: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
     kv_transfer_params: Unsupported = None
     length_penalty: Unsupported = None
     logits_processors: Unsupported = None
     prompt_logprobs: Unsupported = None
-    response_format: Unsupported = None
     return_token_ids: Unsupported = None
     spaces_between_special_tokens: Unsupported = None
-    structured_outputs: Unsupported = None
     structural_tag: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
     use_beam_search: Unsupported = None
@@ -166,7 +198,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
 # The values, beside null, that ask nothing of a feature that is not there.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
-    "bad_words": ([],),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none",),
@@ -175,7 +206,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -184,7 +214,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def unsupported_fields(request_type: type[GenerationRequest]) -> tuple[str, ...]:
+def unsupported_fields(request_type: type[msgspec.Struct]) -> tuple[str, ...]:
     return tuple(f.name for f in msgspec.structs.fields(request_type) if f.type is Unsupported)
 
 

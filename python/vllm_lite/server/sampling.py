@@ -8,12 +8,17 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.sampling_params import RequestOutputKind, SamplingParams
+from vllm_lite.sampling_params import (
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from vllm_lite.server.engine import EngineLike
 from vllm_lite.server.errors import ApiError, bad_request, field_of, show
 from vllm_lite.server.protocol import (
     NEUTRAL,
     GenerationRequest,
+    StructuredOutputs,
     unsupported_fields,
 )
 from vllm_lite.server.state import ServerState
@@ -37,6 +42,7 @@ _SAME = (
     "ignore_eos",
     "min_tokens",
     "skip_special_tokens",
+    "bad_words",
 )
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -53,6 +59,13 @@ def refuse_unsupported(request: GenerationRequest) -> None:
             name,
             "unsupported_parameter",
         )
+    for name in unsupported_fields(StructuredOutputs):
+        if getattr(request.structured_outputs, name, None) not in (None, False):
+            raise bad_request(
+                f"structured_outputs.{name}: not supported by this server; leave the field out",
+                "structured_outputs",
+                "unsupported_parameter",
+            )
     n = request.n or 1
     if request.best_of is not None and request.best_of != n:
         raise bad_request(
@@ -119,6 +132,8 @@ def sampling_params(
         if len(ids) > vocab_size:
             raise bad_request(f"{name}: {len(ids)} entries; the vocabulary has {vocab_size}", name)
         check_token_ids(ids, vocab_size, name)
+    if (structured := structured_outputs(request)) is not None:
+        fields["structured_outputs"] = structured
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     if request.min_tokens is not None and request.min_tokens > max_tokens:
         raise bad_request(
@@ -130,6 +145,40 @@ def sampling_params(
         return SamplingParams(logprobs=logprobs, max_tokens=max_tokens, output_kind=kind, **fields)
     except ValueError as error:
         raise bad_request(str(error), field_of(error)) from error
+
+
+def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
+    """What the output must be; compiles its grammar. 400 if more than one field says it."""
+    asked: dict[str, tuple[str, Any]] = {}  # by the field's name: kind, value
+    for kind in ("json", "regex", "choice", "grammar"):
+        if (value := getattr(request, f"guided_{kind}", None)) is not None:
+            asked[f"guided_{kind}"] = kind, value
+    own = request.structured_outputs
+    for kind in StructuredOutputsParams.__struct_fields__ if own is not None else ():
+        value = getattr(own, kind)
+        if value is not None and value is not False:
+            asked[f"structured_outputs.{kind}"] = kind, value
+    form = request.response_format
+    if form is not None and form.type == "json_object":
+        asked["response_format"] = "json_object", True
+    if form is not None and form.type == "json_schema":
+        if form.json_schema is None:
+            raise bad_request("response_format.json_schema: missing", "response_format")
+        schema = form.json_schema.schema
+        asked["response_format.json_schema.schema"] = "json", {} if schema is None else schema
+    if own is not None and not any(name.startswith("structured_outputs") for name in asked):
+        names = ", ".join(StructuredOutputsParams.__struct_fields__)
+        raise bad_request(f"structured_outputs: must have one of {names}", "structured_outputs")
+    if len(asked) > 1:
+        names = " and ".join(asked)
+        raise bad_request(f"{names}: only one of them can be given", next(reversed(asked)))
+    for name, (kind, value) in asked.items():
+        try:
+            return StructuredOutputsParams(**{kind: value})
+        except ValueError as error:
+            message = str(error).replace(f"structured_outputs.{kind}", name, 1)
+            raise bad_request(message, name.partition(".")[0]) from error
+    return None
 
 
 def check_token_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:

@@ -27,6 +27,13 @@ class PendingResult:
     def is_pending(self) -> bool:
         return self._event is not None
 
+    def token_ids(self) -> list[int]:
+        """Of each logit, below 0 if it failed. Waits; RuntimeError if the device failed."""
+        if self._event is not None:
+            self._event.synchronize()
+        ids: list[int] = self._words[: self._plan.num_logits].tolist()
+        return ids
+
     def wait(self) -> bytes:
         """The words of csrc/scheduler/step_plan.h. Raises RuntimeError if the device failed."""
         if self._event is not None:
@@ -90,11 +97,18 @@ class Sampler:
         self._output_counts[row].zero_().index_add_(0, output, torch.ones_like(output))
 
     def sample(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, plan: StepPlan
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        plan: StepPlan,
+        token_masks: torch.Tensor | None = None,
+        mask_index: torch.Tensor | None = None,
     ) -> PendingResult:
         """Samples from ``logits`` ``[num_logits, vocab_size]`` of the plan.
 
-        rows, positions: int32 ``[num_logits]``, on the device.
+        rows, positions: int32 ``[num_logits]``, on the device; so are the masks, if there are any
+        (``ops.sample``).
         """
         num_logits, num_top = plan.num_logits, plan.max_logprobs
         # The sections of a result.
@@ -117,7 +131,7 @@ class Sampler:
         ops.sample(
             logits, rows, positions, self._row_state, self._id_lists, self._output_counts,
             self._prompt_mask, token_ids, logprobs, ranks, top_ids, top_logprobs, self._workspace,
-            self.last_tokens,
+            self.last_tokens, token_masks, mask_index,
         )  # fmt: skip
         return PendingResult(plan, words)
 

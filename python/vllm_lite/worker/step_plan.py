@@ -41,7 +41,7 @@ class StepChanges:
     table_updates: torch.Tensor  # [count, 3]: row, index, block
     block_copies: torch.Tensor  # [count, 2]: source, destination
     new_rows: torch.Tensor  # [count, 17]: row, RowState
-    row_lists: torch.Tensor  # [words], of the new rows back to back
+    row_lists: torch.Tensor  # [words], of the new rows back to back; then their constraints
 
 
 @dataclass(slots=True)
@@ -52,6 +52,15 @@ class RowLists:
     ids: slice  # bias ids, bias values, allowed ids, stop ids
     prompt: slice  # the history's tokens
     output: slice
+
+
+@dataclass(slots=True)
+class RowConstraint:
+    """A new row's SamplingParams::constraint and the tokens that its sequence has given so far."""
+
+    row: int
+    constraint: bytes
+    output: list[int]
 
 
 def step_words_of(plan: memoryview | bytes) -> list[int]:
@@ -76,7 +85,8 @@ class StepPlan:
         self.num_tokens, self.num_seqs, self.num_logits = header[4:7]
         num_updates, num_copies, num_freed, self._num_new_rows, self._num_list_words = header[7:12]
         self.max_logprobs, self.num_placeholders = header[14:16]
-        begin = HEADER_WORDS + 4 * self.num_tokens + 3 * self.num_seqs + 1 + self.num_logits
+        self._query_start_at = HEADER_WORDS + 4 * self.num_tokens
+        begin = self._query_start_at + 3 * self.num_seqs + 1 + self.num_logits
         self.changes = self.words[begin:]
         self._change_words = (
             3 * num_updates,
@@ -99,7 +109,7 @@ class StepPlan:
         """Of the new rows that have any."""
         if self._num_list_words == 0:
             return
-        new_rows = self.split_changes(self.changes).new_rows.numpy().view(NEW_ROW)[:, 0]
+        new_rows = self._new_rows()
         names = ("row", "num_bias", "num_allowed", "num_stop", "num_prompt_tokens", "num_history")
         columns = (new_rows[name].tolist() for name in names)
         end = 0
@@ -114,8 +124,50 @@ class StepPlan:
                 yield RowLists(
                     row, slice(begin, history), slice(history, output), slice(output, end)
                 )
-        if end != self._num_list_words:
+        if end > self._num_list_words:
             raise ValueError("the lists of the step plan's new rows have a wrong length")
+
+    def constraints(self) -> list[RowConstraint]:
+        """Of the new rows that have any. They stand behind the lists of all new rows."""
+        if self._num_list_words == 0:
+            return []
+        new_rows = self._new_rows()
+        at = int(2 * new_rows["num_bias"].sum())
+        at += sum(int(new_rows[name].sum()) for name in ("num_allowed", "num_stop", "num_history"))
+        words = self.split_changes(self.changes).row_lists.numpy()
+        found = []
+        while at < len(words):
+            row, num_bytes, num_output = words[at : at + 3].tolist()
+            output_at = at + 3 + (num_bytes + 3) // 4
+            constraint = words[at + 3 : output_at].tobytes()[:num_bytes]
+            at = output_at + num_output
+            found.append(RowConstraint(row, constraint, words[output_at:at].tolist()))
+        if at != len(words):
+            raise ValueError("the lists of the step plan's new rows have a wrong length")
+        return found
+
+    def freed_rows(self) -> list[int]:
+        rows: list[int] = self.changes.split_with_sizes(self._change_words)[2].tolist()
+        return rows
+
+    def new_row_numbers(self) -> list[int]:
+        rows: list[int] = self._new_rows()["row"].tolist()
+        return rows
+
+    def sampled_rows(self) -> list[int]:
+        """The row of each logit."""
+        words = self.words.numpy()
+        at, count = self._query_start_at, self.num_seqs
+        query_start = words[at : at + count + 1]
+        rows = words[at + 2 * count + 1 : at + 3 * count + 1]
+        indices = words[at + 3 * count + 1 : at + 3 * count + 1 + self.num_logits]
+        sampled: list[int] = rows[query_start.searchsorted(indices, side="right") - 1].tolist()
+        return sampled
+
+    def _new_rows(self) -> np.ndarray:
+        """[count], of NEW_ROW."""
+        rows: np.ndarray = self.split_changes(self.changes).new_rows.numpy().view(NEW_ROW)[:, 0]
+        return rows
 
 
 def encode_result(

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import msgspec
 import torch
@@ -13,6 +14,7 @@ from vllm_lite.cores import cores, num_available_cores
 from vllm_lite.model_config import ModelConfig
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.models import load_model
+from vllm_lite.tokenizer import Tokenizer, load_tokenizer
 from vllm_lite.worker.cpu import RecordedForward
 from vllm_lite.worker.cuda import (
     DecodeGraphs,
@@ -25,6 +27,7 @@ from vllm_lite.worker.largest_step import largest_plan
 from vllm_lite.worker.sampler import PendingResult, Sampler
 from vllm_lite.worker.step_inputs import InputSizes, StepInputs, upload
 from vllm_lite.worker.step_plan import StepPlan, encode_error, step_words_of
+from vllm_lite.worker.token_masks import StepMasks, TokenMasks
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,12 @@ def _error_words(step_words: list[int], error: Exception) -> bytes:
     return encode_error(step_words, f"{type(error).__name__}: {error}")
 
 
+def _text_of(files: ModelFiles, model_config: ModelConfig) -> tuple[Tokenizer, list[int]]:
+    """The tokenizer and the ids that end an output."""
+    tokenizer = load_tokenizer(files)
+    return tokenizer, list(dict.fromkeys([*model_config.eos_token_ids, *tokenizer.eos_token_ids]))
+
+
 class Worker:
     """Decides nothing: executes what the engine core plans.
 
@@ -112,6 +121,9 @@ class Worker:
             config.max_num_seqs, max_blocks, dtype=torch.int32, device=self._device
         )
         self._sampler = self._make_sampler()
+        self._token_masks = TokenMasks(
+            model_config.vocab_size, self._device, lambda: _text_of(files, model_config)
+        )
         self._workspace: torch.Tensor | None = None
         self._num_multiprocessors = 0
         if resolved.device == "cuda":
@@ -180,10 +192,29 @@ class Worker:
     def launch(self, plan_bytes: memoryview | bytes) -> PendingResult:
         """Begins a step. On a GPU it returns before the step is done; steps run in order."""
         plan = StepPlan(plan_bytes)
+        masks = self._token_masks.begin(plan)
         inputs, logits = self._compute(plan)
         count = plan.num_logits
-        return self._sampler.sample(
-            logits[:count], inputs.sample_rows[:count], inputs.sample_positions[:count], plan
+        result = self._sampler.sample(
+            logits[:count],
+            inputs.sample_rows[:count],
+            inputs.sample_positions[:count],
+            plan,
+            *self._masks_on_device(masks),
+        )
+        self._token_masks.launched(result)
+        return result
+
+    def _masks_on_device(
+        self, future: "Future[StepMasks | None] | None"
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Waits for a step's masks; with a GPU, that has the forward pass to do meanwhile."""
+        made = None if future is None else future.result()
+        if made is None:
+            return None, None
+        return (
+            made.masks.to(self._device, non_blocking=True),
+            made.index.to(self._device, non_blocking=True),
         )
 
     def _compute(self, plan: StepPlan) -> tuple[StepInputs, torch.Tensor]:

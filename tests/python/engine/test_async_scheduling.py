@@ -118,7 +118,7 @@ def test_plans_leave_with_placeholders_which_the_worker_fills_in(tiny_model: str
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     for key, prompt in enumerate(PROMPTS[:2]):
         ids = tokenizer.encode(prompt)
-        deliver(core, make_add_request(key, ids, params, 0, "", (), 64))
+        deliver(core, make_add_request(key, ids, params, 0, "", (), 64, tokenizer))
     plans: list[bytes] = []
     num_placeholders = []
     tokens: dict[int, list[int]] = {0: [], 1: []}

@@ -158,8 +158,6 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-        ({"response_format": {"type": "text", "x": 1}}, "response_format"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"documents": [{}]}, "documents"),
         ({"modalities": ["audio"]}, "modalities"),
@@ -167,7 +165,6 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"echo": True}, "echo"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"best_of": 3}, "best_of"),
     ],
 )

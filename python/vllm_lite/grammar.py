@@ -1,0 +1,227 @@
+"""From what a request asks of its output to llguidance's grammars, checked before a request runs.
+
+The grammar is compiled against a vocabulary of the 256 bytes and asked for its first mask: what it
+refuses here, no request carries further. The worker compiles it against the model's own
+(``worker/token_masks.py``). llguidance is imported when the first grammar comes.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+MAX_GRAMMAR_BYTES = 1 << 16
+MAX_COMPILED_BYTES = 1 << 18  # as it travels, with more characters escaped
+# llguidance recurses into these, on a thread's stack: 64 KiB of text could otherwise end it.
+MAX_SCHEMA_DEPTH = 2048  # of the schema and of each of its definitions, added up
+MAX_RULES = 1024
+MAX_CHOICES = 4096
+# The automaton of a multiple has as many states as this number (of several: as their product).
+MAX_MULTIPLE = 10_000
+# Between the parts of JSON. Without a bound a model may write white space for ever.
+WHITE_SPACE = r"[ \n\r\t]{1,64}"
+
+_NO_TEXT_FITS = "no text can fulfil it"
+
+
+def json_grammar(name: str, schema: object) -> str:
+    """The grammar of a JSON schema: an object, or the text of one. ``ValueError`` begins with
+    ``name``, as that of all functions here does.
+    """
+    return _checked(name, _schema_grammar(name, schema))
+
+
+def regex_grammar(name: str, pattern: object) -> str:
+    """The whole output matches; syntax and meaning are those of Rust's regex crate."""
+    text = _text(name, pattern)
+    _check_size(name, text)
+    return _checked(name, _matcher().grammar_from_regex(text))
+
+
+def choice_grammar(name: str, choices: object) -> str:
+    """The output is one of the texts."""
+    if not isinstance(choices, (list, tuple)) or not 1 <= len(choices) <= MAX_CHOICES:
+        raise ValueError(f"{name} must be a list of 1 to {MAX_CHOICES} strings")
+    for index, choice in enumerate(choices):
+        if not _text(f"{name}[{index}]", choice):
+            raise ValueError(f"{name}[{index}] must not be empty")
+    pattern = "|".join(map(re.escape, choices))
+    _check_size(name, pattern)
+    return _checked(name, _matcher().grammar_from_regex(pattern))
+
+
+def rules_grammar(name: str, rules: object) -> str:
+    """A grammar in llguidance's Lark dialect, or in GBNF (``root ::= ...``)."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    text = _text(name, rules)
+    _check_size(name, text)
+    num_rules = text.count(":")  # at least one each; a few more may stand in its strings
+    if num_rules > MAX_RULES:
+        raise ValueError(f"{name} has {num_rules} colons: at most {MAX_RULES}, one for each rule")
+    for found in re.finditer(r"%json\s*", text):
+        _check_schema(name, _embedded_schema(name, text, found.end()))
+    try:
+        lark = any_to_lark(text)
+    except Exception as error:  # of its own class, or whatever its parser stumbled over
+        raise ValueError(f"{name} is no grammar: {error}") from error
+    return _checked(name, _matcher().grammar_from_lark(lark))
+
+
+def limits() -> "LLParserLimits":
+    """Those of llguidance, with short messages: the long ones show all of the parser's state."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(verbose_errors=False)
+
+
+def _matcher() -> "type[LLMatcher]":
+    from llguidance import LLMatcher
+
+    return LLMatcher
+
+
+def _schema_grammar(name: str, schema: object) -> str:
+    if isinstance(schema, str):
+        _check_size(name, schema)
+        try:
+            schema = json.loads(schema, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name} is not JSON: {error}") from error
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"{name} must be a JSON schema, an object, got {type(schema).__name__}")
+    _check_schema(name, schema)
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be written as JSON: {error}") from error
+    _check_size(name, _text(name, text))
+    options: JsonCompileOptions = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
+    try:
+        return _matcher().grammar_from_json_schema(text, overrides=options)
+    except ValueError as error:  # nested too deeply for its parser
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _embedded_schema(name: str, text: str, begin: int) -> object:
+    try:
+        return json.JSONDecoder().raw_decode(text, begin)[0]
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} has no JSON schema after %json: {error}") from error
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a string, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} must be valid Unicode, without lone surrogates") from None
+    return value
+
+
+def _check_size(name: str, text: str) -> None:
+    size = len(text.encode(errors="replace"))
+    if size > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"{name} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are accepted")
+
+
+def _check_schema(name: str, schema: object) -> None:
+    """References are followed, each place once; a definition is as deep as it is by itself."""
+    depth, factor = 0, 1
+    multiples: set[int] = set()
+    seen: set[str] = set()
+    waiting = [schema]
+    while waiting:
+        level = [waiting.pop()]
+        while level:
+            depth += 1
+            if depth > MAX_SCHEMA_DEPTH:
+                raise ValueError(
+                    f"{name} is too deep: its levels and those of its definitions are more than "
+                    f"{MAX_SCHEMA_DEPTH} together"
+                )
+            below: list[object] = []
+            for value in level:
+                if isinstance(value, (list, tuple)):
+                    below += value
+                if not isinstance(value, Mapping):
+                    continue
+                below += value.values()
+                target = value.get("$ref")
+                if isinstance(target, str) and target not in seen:
+                    seen.add(target)
+                    waiting.append(_target(schema, target))
+                multiple = value.get("multipleOf")
+                if isinstance(multiple, (int, float)) and multiple not in (True, False):
+                    multiples.add(_digits(multiple))
+            level = below
+    for multiple in multiples:
+        factor *= multiple
+    if factor > MAX_MULTIPLE:
+        raise ValueError(
+            f"{name} has too large a multipleOf: its digits, or the product of those of several, "
+            f"must be at most {MAX_MULTIPLE}"
+        )
+
+
+def _digits(number: float) -> int:
+    """Without zeros at the ends and the point: 12.50 has 125."""
+    text = "".join(map(str, Decimal(repr(number)).as_tuple().digits)).strip("0")
+    return int(text[:9] or "1")
+
+
+def _target(schema: object, reference: str) -> object:
+    """What a reference inside the schema points to; None for any other, which llguidance judges."""
+    if not reference.startswith("#/"):
+        return None
+    value = schema
+    for part in reference[2:].split("/"):
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, Mapping):
+            value = value.get(key)
+        elif isinstance(value, list) and key.isascii() and key.isdigit() and len(key) < 9:
+            value = value[int(key)] if int(key) < len(value) else None
+        else:
+            return None
+    return value
+
+
+@cache
+def _bytes_tokenizer() -> "LLTokenizer":
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    class Bytes:
+        eos_token_id = 256
+        bos_token_id = None
+        tokens: Sequence[bytes] = [*(bytes([byte]) for byte in range(256)), b"<end>"]
+        special_token_ids: Sequence[int] = [256]
+
+        def __call__(self, text: bytes) -> list[int]:
+            return list(text)
+
+    return LLTokenizer(TokenizerWrapper(Bytes()), slices=[])
+
+
+def _checked(name: str, grammar: str) -> str:
+    if len(grammar.encode()) > MAX_COMPILED_BYTES:
+        raise ValueError(f"{name} becomes a grammar of more than {MAX_COMPILED_BYTES} bytes")
+    matcher = _matcher()(_bytes_tokenizer(), grammar, log_level=0, limits=limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        error = " ".join(matcher.get_error().split())[:400]
+        raise ValueError(f"{name}: {_NO_TEXT_FITS if 'NoExtension' in error else error}")
+    return grammar
