@@ -145,7 +145,7 @@ def server(address: str, own_address: str, model: str) -> None:
     from vllm_lite.model_files import find_model
     from vllm_lite.server.listener import bind
     from vllm_lite.server.options import ServerOptions
-    from vllm_lite.server.run import run, serve
+    from vllm_lite.server.run import run, serve, settle_garbage
 
     client = ProcessClient(address, own_address)
     client.wait_connected()
@@ -187,6 +187,7 @@ def server(address: str, own_address: str, model: str) -> None:
         print(listener.getsockname()[1], flush=True)
         await serve(engine, [listener], ServerOptions(shutdown_grace=0))  # type: ignore[arg-type]
 
+    settle_garbage()
     run(main())
 
 
