@@ -65,6 +65,9 @@ def check_prompt_ids(
             f"max_model_len is {max_model_len}, of which at least one token is the output's; "
             f"shorten the prompt to {max_model_len - 1} tokens or raise max_model_len"
         )
+    # In C first: this may run in an event loop, and a prompt have hundreds of thousands of tokens.
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return
     for position, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ValueError(
