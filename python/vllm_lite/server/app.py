@@ -13,6 +13,7 @@ from vllm_lite.server.engine import EngineLike
 from vllm_lite.server.errors import ApiError, show, unavailable
 from vllm_lite.server.gateway import Gateway
 from vllm_lite.server.generation import GenerationResponse, Job, Renderer
+from vllm_lite.server.metrics import CONTENT_TYPE, MetricsPage
 from vllm_lite.server.options import ServerOptions
 from vllm_lite.server.protocol import ModelCard, ModelList
 from vllm_lite.server.state import ServerState
@@ -96,9 +97,11 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
     async def show_version() -> Response:
         return _json({"version": __version__})
 
+    metrics_page = MetricsPage(state.metrics)
+
     @app.get("/metrics", openapi_extra=openapi.text("Prometheus text format"))
     async def metrics() -> Response:
-        return Response(state.metrics.page(), media_type=state.metrics.content_type)
+        return Response(metrics_page(), media_type=CONTENT_TYPE)
 
 
 async def _generate(request: Request, state: ServerState, prepare: Prepare) -> Response:
