@@ -3,6 +3,8 @@
 import random
 from dataclasses import dataclass, replace
 
+from vllm_lite.bench.serve import Request
+
 VOCAB_SIZE = 49152  # of SmolLM2 and of the 1.1B shape
 FIRST_ID = 100  # SmolLM2's special tokens are below
 
@@ -19,15 +21,6 @@ LLAMA_1B_SHAPE = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-
-
-@dataclass(frozen=True)
-class Request:
-    """Greedy, and exactly ``max_tokens`` are generated: end-of-text tokens count for nothing."""
-
-    prompt: list[int]
-    max_tokens: int
-    arrival: float = 0.0  # seconds after the beginning
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any
 import psutil
 import torch
 
-from bounds import measure_machine
 from peers.engines import Engine, all_engines
 from peers.install import PEERS, install
 from peers.report import write_report
 from peers.running import start
+from vllm_lite.bench.bounds import measure_machine
 from vllm_lite.cores import num_available_cores
 from workloads import Workload, all_workloads
 

@@ -16,8 +16,8 @@ import psutil
 
 from peers.engines import Engine
 from peers.install import last_line
-from serving import percentiles, send
-from workloads import Request, Workload
+from vllm_lite.bench.serve import Request, percentiles, send
+from workloads import Workload
 
 START_LIMIT = 600.0  # seconds until ready
 WORKLOAD_LIMIT = 1200.0

@@ -132,11 +132,11 @@ void dequantize_cpu(const DequantizeParams& params);
 //      token that crosses top_p stays;
 //   6. Gumbel-max with Philox4x32-10 keyed by (seed) and counted by (position, token id): one noise
 //      per token id, so that the choice depends on nothing but the row.
-// A row whose logits hold a NaN or +inf, or leave no finite candidate, or whose rows[i] lies
-// outside max_rows, yields token -1, rank 0 and logprob -inf; where steps 1 to 3 leave no candidate
-// of a row that had one, token -2. Ids outside the vocabulary in the
-// lists below are ignored. Two rows of one call must not share a row of output_counts. -inf logits
-// are never chosen; their logprobs are reported as -inf.
+// A row whose logits hold a NaN or +inf or no finite candidate, or whose rows[i] lies outside
+// max_rows, yields token -1, rank 0 and logprob -inf; one of whose candidates steps 1 to 3 leave
+// none, token -2. Ids outside the vocabulary in the lists below are ignored. Two rows of one call
+// must not share a row of output_counts. -inf logits are never chosen; their logprobs are reported
+// as -inf.
 struct SampleParams {
   const float* logits;       // [num_rows, vocab_size]
   int64_t logits_stride;     // elements

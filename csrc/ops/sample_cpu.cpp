@@ -78,7 +78,7 @@ class RowSampler {
     if (raw_peak.broken || raw_peak.id < 0) return;
     const float* x = processed_logits();
     const Peak peak = x == raw_ ? raw_peak : passes_.find_peak(x, size_);
-    if (!peak.broken && peak.id < 0) params_.token_ids[index_] = -2;
+    if (!peak.broken && peak.id < 0) params_.token_ids[index_] = kAllMaskedToken;
     if (peak.broken || peak.id < 0) return;
     const int32_t token = sampling().temperature > 0.0f ? draw(x, peak) : peak.id;
     params_.token_ids[index_] = token;
@@ -90,7 +90,7 @@ class RowSampler {
   bool in_vocabulary(int32_t id) const { return id >= 0 && id < size_; }
 
   void write_failure() {
-    params_.token_ids[index_] = -1;
+    params_.token_ids[index_] = kFailedToken;
     if (params_.logprobs) params_.logprobs[index_] = -kInfinity;
     if (params_.ranks) params_.ranks[index_] = 0;
     if (!params_.top_ids) return;

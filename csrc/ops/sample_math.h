@@ -85,6 +85,9 @@ VL_HOST_DEVICE static inline int64_t top_p_target(float p, int64_t total) {
   return floor + (static_cast<double>(floor) < share);
 }
 
+// What a row that failed has for its token: scheduler.h's kNoToken and kAllMasked.
+constexpr int32_t kFailedToken = -1, kAllMaskedToken = -2;
+
 // ---- steps of SampleParams
 
 VL_HOST_DEVICE static inline uint64_t seed_of(const RowSampling& row) {

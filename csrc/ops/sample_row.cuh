@@ -307,7 +307,7 @@ struct Row {
 // What a row that failed has for its token.
 __device__ int32_t failure(const SegmentPeak& peak) {
   const bool all_masked = peak.raw != kBrokenKey && peak.raw != kNoKey && peak.processed == kNoKey;
-  return all_masked ? -2 : -1;
+  return all_masked ? kAllMaskedToken : kFailedToken;
 }
 
 __device__ bool failed(const SegmentPeak& peak) {

@@ -1,65 +1,42 @@
-"""The options of ``vllm-lite serve``. Imports nothing heavy: ``--help`` is to answer at once."""
+"""The options of ``vllm-lite serve``, and of the other commands that run an engine. Imports nothing
+heavy: ``--help`` is to answer at once.
+"""
 
 import argparse
-import os
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from vllm_lite.config import EngineConfig, parse_bytes
 from vllm_lite.model_files import DEFAULT_MODEL
 from vllm_lite.output_formats import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS
 from vllm_lite.server.options import ServerOptions
+from vllm_lite.settings import Parser, add_config, add_to
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence and exits with code 1, as every other failure to start
-    does.
-    """
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(1, f"{self.prog}: {message} (options: {self.prog} --help)\n")
-
-
-def parse(argv: list[str] | None) -> tuple[EngineConfig, ServerOptions, str, int]:
-    """(engine's options, server's options, host, port). Raises ValueError for a value out of
-    bounds.
-    """
-    values = vars(_parser().parse_args(argv))
-    if not values["api_keys"] and os.environ.get("VLLM_LITE_API_KEY"):
-        values["api_keys"] = [os.environ["VLLM_LITE_API_KEY"]]
-    engine = {name: values[name] for name in EngineConfig.__struct_fields__ if name in values}
+def server_options(values: dict[str, Any]) -> ServerOptions:
+    """From the values of ``serve_parser``. ``ValueError`` for what is out of bounds."""
     server = {name: values[name] for name in ServerOptions.__slots__ if name in values}
     server["api_keys"] = tuple(values["api_keys"])
     server["cors_origins"] = tuple(values["cors_origins"])
-    return EngineConfig(**engine), ServerOptions(**server), values["host"], values["port"]
+    return ServerOptions(**server)
 
 
-def _parser() -> argparse.ArgumentParser:
-    engine_default, server_default = EngineConfig(), ServerOptions()
-    parser = _Parser(
-        prog="vllm-lite serve",
-        description="Serve a model over OpenAI's HTTP API.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL",
-                        help="directory, .gguf file or hub id (default: %(default)s)")  # fmt: skip
+def engine_config(values: dict[str, Any]) -> EngineConfig:
+    """From the values of a parser with ``add_engine_options``. ``ValueError`` as above."""
+    engine = {name: values[name] for name in EngineConfig.__struct_fields__ if name in values}
+    engine["model"] = values["model"] or DEFAULT_MODEL
+    return EngineConfig(**engine)
 
-    def adder(title: str, default_of: EngineConfig | ServerOptions) -> Callable[..., None]:
-        group = parser.add_argument_group(title)
 
-        def add(flag: str, help: str, **options: Any) -> None:
-            name = options.setdefault("dest", flag.lstrip("-").replace("-", "_"))
-            default = options.setdefault("default", getattr(default_of, name, None))
-            shown = "" if default is None or default == [] else " (default: %(default)s)"
-            group.add_argument(flag, help=help + shown, **options)
-
-        return add
-
-    add = adder("HTTP", server_default)
+def serve_parser() -> Parser:
+    parser = Parser("vllm-lite serve", "Serve a model over OpenAI's HTTP API.", "[MODEL]")
+    add_model(parser)
+    add_config(parser)
+    server_default = ServerOptions()
+    add = add_to(parser, "HTTP", server_default)
     add("--host", "address to listen on", default="127.0.0.1")
     add("--port", "0 chooses a free one", type=_port, default=8000)
-    add("--api-key", "require this key on every route but /health; may be repeated (default: "
-        "$VLLM_LITE_API_KEY, which other users of the machine cannot see)",
+    add("--api-key", "require this key on every route but /health; may be repeated; other "
+        "users of the machine cannot see it in VLLM_LITE_API_KEY",
         dest="api_keys", action="append", default=[], metavar="KEY")  # fmt: skip
     add("--served-model-name", "names the model answers to (default: MODEL)",
         dest="served_model_names", nargs="+", default=[], metavar="NAME")  # fmt: skip
@@ -80,13 +57,24 @@ def _parser() -> argparse.ArgumentParser:
         choices=[AUTO, NONE, *REASONING_FORMATS], metavar="NAME")  # fmt: skip
     add("--http-threads", "threads that parse and tokenise", dest="threads", type=int, metavar="N",
         default=server_default.threads)  # fmt: skip
-    parser.add_argument("--access-log", action="store_true",
-                        help="log every request but those for /health and /metrics")  # fmt: skip
+    add("--access-log", "log every request but those for /health and /metrics")
 
-    parser.add_argument("--trust-request-chat-template", action="store_true",
-                        help="take chat_template from requests; it runs in a sandbox")  # fmt: skip
+    add("--trust-request-chat-template", "take chat_template from requests; it runs in a sandbox")
 
-    add = adder("model", engine_default)
+    add_engine_options(parser)
+    return parser
+
+
+def add_model(parser: Parser) -> None:
+    """MODEL; None where it is left out, which ``engine_config`` makes the default."""
+    help = f"directory, .gguf file or hub id (default: {DEFAULT_MODEL})"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=help)
+
+
+def add_engine_options(parser: Parser) -> None:
+    """``EngineConfig``'s options, in two groups."""
+    engine_default = EngineConfig()
+    add = add_to(parser, "model", engine_default)
     add("--dtype", "auto: the checkpoint's; bfloat16 for a quantised one",
         choices=["auto", "float32", "bfloat16", "float16"])  # fmt: skip
     add("--load-format", "dummy: random weights, for measurements; only config.json and the "
@@ -100,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-model-len", "prompt + output (default: the model's limit)", type=int,
         metavar="TOKENS")  # fmt: skip
 
-    add = adder("engine", engine_default)
+    add = add_to(parser, "engine", engine_default)
     add("--max-num-seqs", "sequences that run at once", type=int, metavar="N")
     add("--max-num-batched-tokens", "tokens in one step", type=int, metavar="N")
     add("--max-chunk-tokens", "tokens of one sequence in one step; 0: no limit of its own",
@@ -113,11 +101,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=["auto", "fp8", "int8", "int8_per_token_head"])  # fmt: skip
     add("--gpu-memory-utilization", "share of the GPU's memory to use", type=float,
         metavar="SHARE")  # fmt: skip
-    add("--enforce-eager", "no CUDA graphs", action="store_true")
+    add("--enforce-eager", "no CUDA graphs")
     add("--block-size", "tokens in a KV block: a power of two from 16 to 256", type=int,
         metavar="TOKENS")  # fmt: skip
-    add("--no-prefix-caching", "do not share the KV of equal prompt beginnings",
-        dest="enable_prefix_caching", action="store_false", default=True)  # fmt: skip
+    add("--prefix-caching", "share the KV of equal prompt beginnings",
+        "--enable-prefix-caching", dest="enable_prefix_caching")  # fmt: skip
     add("--scheduling-policy", "order of requests", choices=["fcfs", "priority"])
     add("--async-scheduling", "plan a step while the worker carries out the one before; a request "
         "that a stop ends costs a step more (default: off on CPU)",
@@ -126,7 +114,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N")  # fmt: skip
     add("--step-timeout", "after which a worker without a result counts as dead", type=float,
         metavar="SECONDS")  # fmt: skip
-    return parser
 
 
 def _bytes(text: str) -> int:

@@ -19,6 +19,10 @@ from vllm_lite.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
+# From the engine core, until others in the event loop get their turn. A stream's become one output,
+# so that a loop that is behind gets less work, not more.
+_MESSAGES_AT_ONCE = 16
+
 
 class _Mailbox:
     """What one request has given and its iterator has not taken: never more than one output.
@@ -30,29 +34,37 @@ class _Mailbox:
         self._is_delta = kind is RequestOutputKind.DELTA
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
-        self._has_news = asyncio.Event()
+        # Set while the iterator waits. A future costs half of what an Event does, for every token.
+        self._waiting: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
         if self._is_delta and self._output is not None:
             self._output.append(output)
         else:
             self._output = output
-        self._has_news.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """Raised once the output that waits has been taken."""
         self._error = error
-        self._has_news.set()
+        self._wake()
 
     async def get(self) -> RequestOutput:
-        await self._has_news.wait()
+        if self._output is None and self._error is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
         output, self._output = self._output, None
         if output is None:
             assert self._error is not None
             raise self._error
-        if self._error is None:
-            self._has_news.clear()
         return output
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
 
 class AsyncLLMEngine:
@@ -217,11 +229,14 @@ class AsyncLLMEngine:
         self._loop = None
 
     def _read(self) -> None:
-        """Takes all that has arrived; the descriptor does not become readable for the rest."""
-        if self._dead is not None:
+        """Takes what has arrived; the descriptor does not become readable for the rest."""
+        if self._dead is not None or self._loop is None:
             return
         try:
-            while (news := self._client.receive_now()) is not None:
+            for _ in range(_MESSAGES_AT_ONCE):
+                news = self._client.receive_now()
+                if news is None:
+                    break
                 self._last_news = time.monotonic()
                 for output, error in self.engine.process(news):
                     mailbox = self._mailboxes.get(output.request_id)
@@ -231,6 +246,8 @@ class AsyncLLMEngine:
                         mailbox.put(output)
                     else:
                         mailbox.fail(error)
+            else:
+                self._loop.call_soon(self._read)  # after the others' turn
             self._client.check_alive()
         except EngineDeadError as error:
             self.declare_dead(str(error))

@@ -105,7 +105,10 @@ def _schema_grammar(name: str, schema: object) -> str:
         raise ValueError(f"{name} cannot be written as JSON: {error}") from error
     _check_size(name, _text(name, text))
     options: JsonCompileOptions = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
-    return _matcher().grammar_from_json_schema(text, overrides=options)
+    try:
+        return _matcher().grammar_from_json_schema(text, overrides=options)
+    except ValueError as error:  # nested too deeply for its parser
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _refuse_constant(constant: str) -> None:

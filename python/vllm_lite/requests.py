@@ -72,6 +72,9 @@ def check_prompt_ids(
             f"max_model_len is {max_model_len}, of which at least one token is the output's; "
             f"shorten the prompt to {max_model_len - 1} tokens or raise max_model_len"
         )
+    # In C first: this may run in an event loop, and a prompt have hundreds of thousands of tokens.
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return
     for position, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ValueError(
@@ -207,22 +210,20 @@ class RequestState:
         sample = self._samples[output.sample_index]
         if output.sample_index == 0:
             self._num_cached_tokens = output.num_cached_tokens
-        logprobs = self._decode_logprobs(output)
-        delta = self.params.output_kind is RequestOutputKind.DELTA
-        if not delta:
-            sample.text += output.text
-            sample.token_ids += output.token_ids
-            sample.logprobs += logprobs
-        for entry in output.logprobs or []:
-            sample.cumulative_logprob += entry.logprob
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = self._decode_logprobs(output.token_ids, output.logprobs)
+            for entry in output.logprobs:
+                sample.cumulative_logprob += entry.logprob
         if output.finish_reason is not None:
             sample.finish_reason = output.finish_reason
             sample.stop_reason = output.stop_reason
             self._num_unfinished -= 1
-        if delta:
-            news = _Sample(output.text, output.token_ids, logprobs, sample.cumulative_logprob,
-                           output.finish_reason, output.stop_reason)  # fmt: skip
-            return self._output([(output.sample_index, news)])
+        if self.params.output_kind is RequestOutputKind.DELTA:
+            return self._delta(output, logprobs, sample.cumulative_logprob)
+        sample.text += output.text
+        sample.token_ids += output.token_ids
+        sample.logprobs += logprobs or []
         if self.params.output_kind is RequestOutputKind.FINAL_ONLY and not self.finished:
             return None
         return self._output(list(enumerate(self._samples)))
@@ -240,6 +241,32 @@ class RequestState:
         output = self._output(ended)
         output.error = error
         return output
+
+    def _delta(
+        self,
+        output: SequenceOutput,
+        logprobs: list[dict[int, Logprob]] | None,
+        cumulative_logprob: float,
+    ) -> RequestOutput:
+        """The news as it came; this is done for every token of every stream."""
+        wants_logprobs = self.params.logprobs is not None
+        news = CompletionOutput(
+            output.sample_index,
+            output.text,
+            output.token_ids,
+            cumulative_logprob if wants_logprobs else None,
+            (logprobs or []) if wants_logprobs else None,
+            output.finish_reason,
+            output.stop_reason,
+        )
+        return RequestOutput(
+            self.request_id,
+            self._prompt,
+            self._prompt_token_ids,
+            [news],
+            self._num_unfinished == 0,
+            self._num_cached_tokens,
+        )
 
     def _output(self, samples: list[tuple[int, _Sample]]) -> RequestOutput:
         wants_logprobs = self.params.logprobs is not None
@@ -264,12 +291,12 @@ class RequestState:
             num_cached_tokens=self._num_cached_tokens,
         )
 
-    def _decode_logprobs(self, output: SequenceOutput) -> list[dict[int, Logprob]]:
-        if output.logprobs is None:
-            return []
+    def _decode_logprobs(
+        self, token_ids: list[int], logprobs: list[TokenLogprobs]
+    ) -> list[dict[int, Logprob]]:
         return [
             self._decode_position(token, entry)
-            for token, entry in zip(output.token_ids, output.logprobs, strict=True)
+            for token, entry in zip(token_ids, logprobs, strict=True)
         ]
 
     def _decode_position(self, token: int, entry: TokenLogprobs) -> dict[int, Logprob]:

@@ -18,7 +18,7 @@ import msgspec
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from vllm_lite import log
-from vllm_lite.arguments import parse
+from vllm_lite.arguments import engine_config, serve_parser, server_options
 from vllm_lite.channel import ChannelClosed, Child, open_standard_fds
 from vllm_lite.chat_template import load_chat_template
 from vllm_lite.config import EngineConfig, ResolvedConfig
@@ -28,6 +28,7 @@ from vllm_lite.model_files import ModelFiles, find_model
 from vllm_lite.processes import EngineProcesses, poll_readable, wait_ready, why_it_ended
 from vllm_lite.server.listener import bind
 from vllm_lite.server.options import ServerOptions
+from vllm_lite.settings import read, unknown_variables
 
 logger = logging.getLogger("vllm_lite.serve")
 
@@ -46,8 +47,13 @@ def main(argv: list[str] | None = None) -> int:
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     try:
         log.configure("serve")
-        config, options, host, port = parse(argv)
-        listener = bind(host, port, options.backlog)
+        parser = serve_parser()
+        settings = read(parser, argv)
+        config, options = engine_config(settings.values), server_options(settings.values)
+        listener = bind(settings.values["host"], settings.values["port"], options.backlog)
+        for sentence in unknown_variables(parser, os.environ):
+            logger.warning("%s", sentence)
+        logger.info("configuration: %s", settings.describe())
         files = find_model(config.model)
         model_config = load_model_config(files)
         # The same checks as in the children, before any of them is started.

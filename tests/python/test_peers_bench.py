@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import checkpoints
+from vllm_lite.bench.serve import Request
 from vllm_lite.loader.gguf import GgufCheckpoint
 from vllm_lite.model_config import load_model_config
 from vllm_lite.model_files import ModelFiles
@@ -24,7 +25,7 @@ from peers.convert import _write_gguf  # noqa: E402
 from peers.engines import all_engines  # noqa: E402
 from peers.report import Results, write_report  # noqa: E402
 from peers.running import RunningDriver, foreign_share  # noqa: E402
-from workloads import VOCAB_SIZE, Request, all_workloads  # noqa: E402
+from workloads import VOCAB_SIZE, all_workloads  # noqa: E402
 
 
 def test_workloads_are_the_same_each_time_and_have_the_lengths_they_say() -> None:

@@ -17,7 +17,7 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.server.engine import EngineLike
 from vllm_lite.server.options import ServerOptions
-from vllm_lite.server.run import run, serve
+from vllm_lite.server.run import run, serve, settle_garbage
 
 
 def main(channel: Channel) -> None:
@@ -32,6 +32,7 @@ def main(channel: Channel) -> None:
     channel.send({"event": "ready"})
     while channel.receive()["event"] != "start":
         pass
+    settle_garbage()
     run(_serve(engine, listener, server_options, channel))
 
 

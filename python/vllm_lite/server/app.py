@@ -15,6 +15,7 @@ from vllm_lite.server.engine import EngineLike
 from vllm_lite.server.errors import ApiError, show, unavailable
 from vllm_lite.server.gateway import Gateway
 from vllm_lite.server.generation import GenerationResponse, Job, Renderer
+from vllm_lite.server.metrics import CONTENT_TYPE, MetricsPage
 from vllm_lite.server.options import ServerOptions
 from vllm_lite.server.protocol import (
     HealthResponse,
@@ -162,9 +163,11 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
     async def show_version() -> Response:
         return _json(VersionResponse(version=__version__))
 
+    metrics_page = MetricsPage(state.metrics)
+
     @get("/metrics", openapi_extra=openapi.text("Prometheus text format"))
     async def metrics() -> Response:
-        return Response(state.metrics.page(), media_type=state.metrics.content_type)
+        return Response(metrics_page(), media_type=CONTENT_TYPE)
 
 
 async def _answer(request: Request, state: ServerState, work: Work) -> Response:

@@ -1,6 +1,6 @@
 """``/v1/chat/completions``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -259,9 +259,11 @@ class ChatRenderer(Renderer):
             else None
         )
 
-    def chunks(self, choice: int, output: CompletionOutput, usage: Usage) -> Iterator[ChatChunk]:
+    def chunks(
+        self, choice: int, output: CompletionOutput, usage: Callable[[], Usage]
+    ) -> Iterator[ChatChunk]:
         job = self._job
-        shown_usage = usage if job.continuous_usage else self._usage_field
+        shown_usage = usage() if job.continuous_usage else self._usage_field
         if choice not in self._greeted:
             self._greeted.add(choice)
             first = self._chunk(

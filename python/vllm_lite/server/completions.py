@@ -1,6 +1,6 @@
 """``/v1/completions``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -105,11 +105,11 @@ class CompletionRenderer(Renderer):
         )
 
     def chunks(
-        self, choice: int, output: CompletionOutput, usage: Usage
+        self, choice: int, output: CompletionOutput, usage: Callable[[], Usage]
     ) -> Iterator[CompletionResponse]:
         tells_ids = self._writers is not None or self._job.return_token_ids
         if output.text or output.finish_reason or (tells_ids and output.token_ids):
-            shown = usage if self._job.continuous_usage else self._usage_field
+            shown = usage() if self._job.continuous_usage else self._usage_field
             yield self._response([self._choice(choice, output)], shown)
 
     def ending(self, usage: Usage) -> Iterator[CompletionResponse]:

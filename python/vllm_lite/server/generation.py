@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from vllm_lite.errors import EngineError
 from vllm_lite.outputs import CompletionOutput, RequestOutput
 from vllm_lite.sampling_params import SamplingParams
+from vllm_lite.server.connection import WRITE_PART
 from vllm_lite.server.errors import (
     ApiError,
     ErrorResponse,
@@ -100,9 +101,9 @@ class Renderer(ABC):
 
     @abstractmethod
     def chunks(
-        self, choice: int, output: CompletionOutput, usage: Usage
+        self, choice: int, output: CompletionOutput, usage: Callable[[], Usage]
     ) -> Iterator[msgspec.Struct]:
-        """Events for what is new; none when there is nothing to tell. ``usage``: up to here."""
+        """Events for what is new; none when there is nothing to tell. ``usage()``: up to here."""
 
     @abstractmethod
     def ending(self, usage: Usage) -> Iterator[msgspec.Struct]:
@@ -131,6 +132,7 @@ class GenerationResponse(Response):
         self._has_output = False
         self._aborted = False
         self._work: asyncio.Task[None] | None = None
+        self._write_part: Callable[[bytes], bool] = lambda _: False
         self._prompt_tokens = sum(map(len, job.prompts))
         self._cached = [0] * len(job.prompts)
         self._generated = 0
@@ -146,6 +148,7 @@ class GenerationResponse(Response):
         if self._state.stopped:  # the grace time ended while the request was being parsed
             await self._last_words(send, _shutting_down())
             return
+        self._write_part = scope.get(WRITE_PART, self._write_part)
         self._work = asyncio.create_task(self._run(send))
         gone = asyncio.create_task(_disconnected(receive))
         self._state.active.add(self)
@@ -183,11 +186,10 @@ class GenerationResponse(Response):
         async with aclosing(self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 self._count(prompt_index, output)
-                usage = self._usage()
                 events = b""
                 for sample in output.outputs:
                     choice = prompt_index * n + sample.index
-                    events += self._frame(self._renderer.chunks(choice, sample, usage))
+                    events += self._frame(self._renderer.chunks(choice, sample, self._usage))
                 if events or not self._started:
                     await self._send_events(send, events, more=True)
         last = self._frame(self._renderer.ending(self._usage()))
@@ -222,17 +224,12 @@ class GenerationResponse(Response):
         body = await self._state.offload(render) if weight > _LARGE_ANSWER else render()
         await self._send_body(send, 200, body)
 
-    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Outputs of all prompts as they come, each with its prompt's index."""
         prompts = len(self._job.prompts)
         if prompts == 1:
-            source: AsyncGenerator[tuple[int, RequestOutput], None] = self._one(0)
-        else:
-            source = merge([self._one(index) for index in range(prompts)])
-        async with aclosing(source) as outputs:
-            async for item in outputs:
-                self._has_output = True
-                yield item
+            return self._one(0)
+        return merge([self._one(index) for index in range(prompts)])
 
     async def _one(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         job = self._job
@@ -249,6 +246,7 @@ class GenerationResponse(Response):
                 self._state.engine.generate(prompt, job.params[index], request_id, job.priority)
             ) as outputs:
                 async for output in outputs:
+                    self._has_output = True
                     watch.output(output)
                     for sample in output.outputs:
                         if sample.finish_reason in ("abort", "error"):
@@ -294,6 +292,8 @@ class GenerationResponse(Response):
             self._started = True
             start: Message = {"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS}
             await send(start)
+        elif more and self._write_part(events):
+            return
         self._complete = not more
         await send({"type": "http.response.body", "body": events, "more_body": more})
 

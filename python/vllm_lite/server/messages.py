@@ -1,6 +1,6 @@
 """``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -268,11 +268,11 @@ class MessagesRenderer(Renderer):
         self._stop_sequence: str | None = None
 
     def chunks(
-        self, choice: int, output: CompletionOutput, usage: Usage
+        self, choice: int, output: CompletionOutput, usage: Callable[[], Usage]
     ) -> Iterator[MessagesEvent]:
         if not self._started:
             self._started = True
-            yield MessagesEvent(type="message_start", message=self._message(usage))
+            yield MessagesEvent(type="message_start", message=self._message(usage()))
         for change in self._read(output):
             yield from _tell(change)
 

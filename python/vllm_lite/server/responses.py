@@ -1,7 +1,7 @@
 """``/v1/responses``, without a store: every request brings the whole conversation."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -231,7 +231,7 @@ class ResponsesRenderer(Renderer):
         self._status: ItemStatus = "in_progress"
 
     def chunks(
-        self, choice: int, output: CompletionOutput, usage: Usage
+        self, choice: int, output: CompletionOutput, usage: Callable[[], Usage]
     ) -> Iterator[ResponsesEvent]:
         if self._number == 0:
             for kind in ("created", "in_progress"):

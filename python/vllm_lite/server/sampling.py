@@ -71,7 +71,7 @@ def refuse_fields(request: SamplingFields) -> None:
 def refuse_unsupported(request: GenerationRequest) -> None:
     refuse_fields(request)
     for name in unsupported_fields(StructuredOutputs):
-        if getattr(request.structured_outputs, name, None) is not None:
+        if getattr(request.structured_outputs, name, None) not in (None, False):
             raise bad_request(
                 f"structured_outputs.{name}: not supported by this server; leave the field out",
                 "structured_outputs",

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from vllm_lite.metrics import Metrics
 from vllm_lite.output_formats import (
     AUTO,
     NONE,
@@ -18,7 +19,6 @@ from vllm_lite.output_formats import (
 )
 from vllm_lite.server.engine import EngineLike
 from vllm_lite.server.logprobs import TokenTexts
-from vllm_lite.server.metrics import Metrics
 from vllm_lite.server.options import ServerOptions
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class ServerState:
     def __init__(self, engine: EngineLike, options: ServerOptions) -> None:
         self.engine = engine
         self.options = options
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(engine.config.served_model_names[0], engine.stats)
         self.encoder = msgspec.json.Encoder()
         self.token_texts = TokenTexts(engine.tokenizer)
         self.created = int(time.time())

@@ -1,6 +1,6 @@
 """What the worker does on a GPU alone: checks, memory for the KV cache, graphs of decode steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,11 +8,14 @@ import torch
 from vllm_lite import ops
 from vllm_lite.worker.step_inputs import StepInputs
 
-# Of the device's memory, for what the measured step does not show. Not torch's to count: the CUDA
-# context, and the code of our, torch's and cuBLAS's kernels, loaded as they are first used. Made
-# when decode graphs are captured, later than the arena: their nodes, the inputs that each of them
-# reads, and the cuBLAS workspace that torch makes for the capturing stream.
-_UNACCOUNTED_BYTES = 1 << 30
+# What of the device's memory no measured step shows, each an upper estimate. Not torch's to count:
+# the CUDA context with the code of all kernels, which is loaded as they are first used.
+_CONTEXT_BYTES = 768 << 20
+# Made when decode graphs are captured, later than the arena: the cuBLAS workspaces that torch makes
+# for the capturing stream, and the driver's copy of every kernel launch in a graph.
+_CAPTURE_WORKSPACE_BYTES = 64 << 20
+_LAUNCH_BYTES = 16 << 10
+_LAUNCHES_PER_LAYER = 16  # five products, split or not, two norms, rope, attention, activation
 _LEAST_CAPABILITY = (8, 0)
 
 # A graph serves every smaller step down to the size below it; the padding costs little where the
@@ -40,17 +43,31 @@ def check_device() -> None:
         )
 
 
-def measured_kv_memory(utilization: float, run_largest_step: Callable[[], None]) -> int:
+def unmeasured_bytes(num_layers: int, graph_input_bytes: Sequence[int]) -> int:
+    """A bound of what the device holds beside what ``measured_kv_memory`` measures.
+
+    graph_input_bytes: of each decode graph that may be captured, the inputs that it reads.
+    """
+    if not graph_input_bytes:
+        return _CONTEXT_BYTES
+    launches = len(graph_input_bytes) * (num_layers + 1) * _LAUNCHES_PER_LAYER
+    graphs = sum(graph_input_bytes) + launches * _LAUNCH_BYTES
+    return _CONTEXT_BYTES + _CAPTURE_WORKSPACE_BYTES + graphs
+
+
+def measured_kv_memory(
+    utilization: float, unmeasured: int, run_largest_step: Callable[[], None]
+) -> int:
     """Bytes for the KV cache: a share of the device less what everything else takes at its peak.
 
     Called with the weights loaded. The peak is measured in one step of the largest size, with all
-    that is otherwise allocated when a request first needs it; what other processes hold at the
-    moment plays no part. Raises ValueError if nothing is left.
+    that is otherwise allocated when a request first needs it, and ``unmeasured`` bytes are added;
+    what other processes hold at the moment plays no part. Raises ValueError if nothing is left.
     """
     torch.cuda.reset_peak_memory_stats()
     run_largest_step()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_reserved() + _UNACCOUNTED_BYTES
+    peak = torch.cuda.max_memory_reserved() + unmeasured
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     memory = int(total * utilization) - peak
@@ -61,6 +78,11 @@ def measured_kv_memory(utilization: float, run_largest_step: Callable[[], None])
             "--max-num-batched-tokens or --max-num-seqs"
         )
     return memory
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of sequences, ascending, that decode graphs are captured for."""
+    return [size for size in _SIZES if size < max_num_seqs] + [max_num_seqs]
 
 
 @dataclass(slots=True)
@@ -83,7 +105,7 @@ class DecodeGraphs:
         make_inputs: Callable[[int], StepInputs],
         forward: Callable[[StepInputs], torch.Tensor],
     ) -> None:
-        self._sizes = [size for size in _SIZES if size < max_num_seqs] + [max_num_seqs]
+        self._sizes = graph_sizes(max_num_seqs)
         self._make_inputs = make_inputs
         self._forward = forward
         self._made: dict[int, _Size] = {}

@@ -16,7 +16,13 @@ from vllm_lite.model_files import ModelFiles
 from vllm_lite.models import load_model
 from vllm_lite.tokenizer import Tokenizer, load_tokenizer
 from vllm_lite.worker.cpu import RecordedForward
-from vllm_lite.worker.cuda import DecodeGraphs, check_device, measured_kv_memory
+from vllm_lite.worker.cuda import (
+    DecodeGraphs,
+    check_device,
+    graph_sizes,
+    measured_kv_memory,
+    unmeasured_bytes,
+)
 from vllm_lite.worker.largest_step import largest_plan
 from vllm_lite.worker.sampler import PendingResult, Sampler
 from vllm_lite.worker.step_inputs import InputSizes, StepInputs, upload
@@ -128,7 +134,9 @@ class Worker:
         self._recorded: RecordedForward | None = None
         self._graphs: DecodeGraphs | None = None
         if resolved.num_blocks is None:
-            memory = measured_kv_memory(config.gpu_memory_utilization, self._run_largest_step)
+            memory = measured_kv_memory(
+                config.gpu_memory_utilization, self._unmeasured_bytes(), self._run_largest_step
+            )
             resolved = msgspec.structs.replace(config, kv_cache_memory=memory).resolve(model_config)
         assert resolved.num_blocks is not None
         self.resolved = resolved
@@ -292,6 +300,12 @@ class Worker:
         # They are not huge: the layers' blocks are far apart, and to touch a huge page for the
         # first time takes milliseconds, in the middle of requests.
         return torch.empty(shape, dtype=getattr(torch, self._kv_cache_dtype), device=self._device)
+
+    def _unmeasured_bytes(self) -> int:
+        """What the device will hold beside what the largest step shows."""
+        sizes = [] if self._config.enforce_eager else graph_sizes(self._config.max_num_seqs)
+        inputs = [4 * self._input_sizes(size, size, size).num_words() for size in sizes]
+        return unmeasured_bytes(self._model_config.num_layers, inputs)
 
     def _run_largest_step(self) -> None:
         """One step that takes as much of the device as any; what it leaves behind is dropped."""

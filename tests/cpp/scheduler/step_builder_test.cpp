@@ -147,6 +147,40 @@ TEST_F(StepBuilderTest, NewRowCarriesItsSamplingParametersAndHistoryOnlyForPenal
   EXPECT_EQ(rows[1].sampling.row.presence_penalty, 0.5f);
 }
 
+TEST_F(StepBuilderTest, NewRowCarriesItsConstraintAndTheOutputSoFar) {
+  sampling_.bias_ids = {5};
+  sampling_.bias_values = {-1.5f};
+  sampling_.stop_ids = {9};
+  sampling_.row.min_total_tokens = 4;
+  Sequence* plain = add(3, 6);
+  SamplingParams constrained = sampling_;
+  constrained.constraint = std::string("a\0bcd", 5);  // not whole words
+  constrained.row.presence_penalty = 0.5f;
+  Sequence* a = make(5, 6);
+  a->sampling = &constrained;
+  scheduler().add(a);
+  const PlanView plan(build());
+  const std::vector<NewRow> rows = plan.new_rows();
+  ASSERT_EQ(rows.size(), 2u);
+  EXPECT_EQ(rows[0].row, plain->row);
+  EXPECT_TRUE(rows[0].sampling.constraint.empty());
+  EXPECT_EQ(rows[0].sampling.stop_ids, sampling_.stop_ids);
+  EXPECT_EQ(rows[1].sampling.constraint, constrained.constraint);
+  EXPECT_TRUE(rows[1].sampling.stop_ids.empty());  // the constraint has them
+  EXPECT_EQ(rows[1].history, a->tokens);
+  EXPECT_TRUE(rows[1].output.empty());
+  commit_tokens({1, 7});
+  build();
+  commit_tokens({1, 8});
+  scheduler().recompute_all();
+  const PlanView again(build());
+  for (const NewRow& row : again.new_rows()) {
+    const bool is_constrained = row.row == a->row;
+    EXPECT_EQ(row.sampling.constraint.size(), is_constrained ? 5u : 0u);
+    EXPECT_EQ(row.output, is_constrained ? std::vector<TokenId>({7, 8}) : std::vector<TokenId>());
+  }
+}
+
 TEST_F(StepBuilderTest, MaxLogprobsCountsSampledRowsOnly) {
   config_.max_num_batched_tokens = 8;
   SamplingParams five;

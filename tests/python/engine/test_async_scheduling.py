@@ -8,13 +8,14 @@ import pytest
 from engine.delayed import DelayedDevice
 from tiny_model import block_bytes
 from vllm_lite import Engine, RequestOutput, SamplingParams
-from vllm_lite.arguments import parse
+from vllm_lite.arguments import engine_config, serve_parser
 from vllm_lite.clients import deliver, make_core
 from vllm_lite.config import EngineConfig
 from vllm_lite.messages import decode_outputs
 from vllm_lite.model_config import load_model_config
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.requests import make_add_request
+from vllm_lite.settings import read
 from vllm_lite.tokenizer import load_tokenizer
 from vllm_lite.worker.step_plan import StepPlan
 from vllm_lite.worker.worker import Worker
@@ -118,7 +119,7 @@ def test_plans_leave_with_placeholders_which_the_worker_fills_in(tiny_model: str
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     for key, prompt in enumerate(PROMPTS[:2]):
         ids = tokenizer.encode(prompt)
-        deliver(core, make_add_request(key, ids, params, 0, "", (), 64))
+        deliver(core, make_add_request(key, ids, params, 0, "", (), 64, tokenizer))
     plans: list[bytes] = []
     num_placeholders = []
     tokens: dict[int, list[int]] = {0: [], 1: []}
@@ -280,9 +281,12 @@ def test_close_after_a_failure_on_the_device(tiny_model: str, device: DelayedDev
 
 
 def test_option() -> None:
-    assert parse([])[0].async_scheduling is None
-    assert parse(["--async-scheduling"])[0].async_scheduling is True
-    assert parse(["--no-async-scheduling"])[0].async_scheduling is False
+    def parsed(*flags: str) -> bool | None:
+        return engine_config(read(serve_parser(), list(flags), {}).values).async_scheduling
+
+    assert parsed() is None
+    assert parsed("--async-scheduling") is True
+    assert parsed("--no-async-scheduling") is False
     with pytest.raises(ValueError, match="async_scheduling must be true, false or None, got 1"):
         EngineConfig(async_scheduling=1)
 

@@ -63,6 +63,7 @@ def submit(core: _core.EngineCore, **changes: Any) -> None:
         "stops": [],
         "include_stop": False,
         "skip_special_tokens": True,
+        "constraint": b"",
     }
     core.submit(**{**request, **changes})
 

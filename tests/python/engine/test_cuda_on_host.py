@@ -21,7 +21,7 @@ from vllm_lite.model_config import load_model_config
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.sampling_params import MAX_LOGPROBS
 from vllm_lite.worker import worker as worker_module
-from vllm_lite.worker.cuda import DecodeGraphs, measured_kv_memory
+from vllm_lite.worker.cuda import DecodeGraphs, measured_kv_memory, unmeasured_bytes
 from vllm_lite.worker.largest_step import largest_plan
 from vllm_lite.worker.step_inputs import upload
 from vllm_lite.worker.step_plan import StepPlan
@@ -204,10 +204,18 @@ def test_kv_memory_is_the_devices_less_the_peak(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 20 * gib)
     runs: list[int] = []
-    assert measured_kv_memory(0.5, lambda: runs.append(1)) == (40 - 20 - 1) * gib
+    assert measured_kv_memory(0.5, gib, lambda: runs.append(1)) == (40 - 20 - 1) * gib
     assert runs == [1]
     with pytest.raises(ValueError, match="--gpu-memory-utilization"):
-        measured_kv_memory(0.2, lambda: None)
+        measured_kv_memory(0.2, gib, lambda: None)
+
+
+def test_what_is_not_measured_grows_with_the_graphs() -> None:
+    eager = unmeasured_bytes(32, [])
+    few, many = unmeasured_bytes(32, [1 << 20] * 10), unmeasured_bytes(32, [1 << 20] * 40)
+    assert eager < few < many
+    assert unmeasured_bytes(80, [1 << 20] * 40) - many == 40 * 48 * (256 << 10)
+    assert unmeasured_bytes(32, [3 << 20] * 10) - few == 20 << 20
 
 
 def test_the_largest_step_attends_and_samples_at_the_largest_sizes(tiny_model: str) -> None:

@@ -32,6 +32,7 @@ class Row:
     bias: dict[int, float] = field(default_factory=dict)
     allowed: Sequence[int] = ()
     stop: Sequence[int] = ()
+    unmasked: Sequence[int] | None = None  # what the row's token mask allows; None: it has none
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
 
@@ -77,6 +78,24 @@ def _id_lists(row: Row) -> np.ndarray:
     return np.concatenate([[*row.bias], values, row.allowed, row.stop]).astype(np.int32)
 
 
+def _token_masks(
+    rows: Sequence[Row], vocab_size: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The masks that rows have, last one first, and which of them each row has."""
+    masked = [index for index, row in enumerate(rows) if row.unmasked is not None][::-1]
+    if not masked:
+        return None, None
+    num_words = (vocab_size + 31) // 32
+    bits = np.zeros((len(masked), num_words * 32), dtype=np.uint8)
+    bits[:, vocab_size:] = 1  # of no token
+    mask_index = torch.full((len(rows),), -1, dtype=torch.int32)
+    for place, index in enumerate(masked):
+        bits[place, list(rows[index].unmasked or ())] = 1
+        mask_index[index] = place
+    masks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    return torch.from_numpy(masks), mask_index
+
+
 def sample(
     logits: torch.Tensor,
     rows: Sequence[Row],
@@ -111,6 +130,7 @@ def sample(
             mask[slot, list(row.prompt)] = 1
     max_logprobs = max(1, max(row.num_logprobs for row in rows) + 1)
     last_tokens = torch.full((max_rows,), -9, dtype=torch.int32)
+    token_masks, mask_index = _token_masks(rows, vocab_size)
     outcome = Outcome(
         torch.full((num_rows,), -9, dtype=torch.int32),
         torch.full((num_rows,), 9.0),
@@ -135,6 +155,8 @@ def sample(
         # Whatever an earlier call left there.
         torch.full((ops.sample_workspace_bytes(num_rows, vocab_size),), 0x5A, dtype=torch.uint8),
         last_tokens,
+        token_masks,
+        mask_index,
     )
     expected = torch.full_like(last_tokens, -9)
     for slot, token in compress(zip(slots, outcome.token_ids.tolist(), strict=True), inside):
@@ -181,6 +203,10 @@ def processed_logits(logits: np.ndarray, row: Row) -> np.ndarray:
         inside = [i for i in row.allowed if 0 <= i < len(x)]
         masked[inside] = x[inside]
         x = masked
+    if row.unmasked is not None:
+        masked = np.full_like(x, -np.inf)
+        masked[list(row.unmasked)] = x[list(row.unmasked)]
+        x = masked
     if row.position < row.min_total_tokens:
         x[[i for i in row.stop if 0 <= i < len(x)]] = -np.inf
     counts = np.bincount(np.array(row.output, dtype=np.int64), minlength=len(x))
@@ -212,9 +238,11 @@ def survivors(x: np.ndarray, row: Row) -> np.ndarray:
 def reference_token(logits: np.ndarray, row: Row) -> int:
     if np.isnan(logits).any() or np.isposinf(logits).any():
         return -1
+    if not (logits > -np.inf).any():
+        return -1
     x = processed_logits(logits, row)
     if not (x > -np.inf).any():
-        return -1
+        return -2
     if row.temperature == 0.0:
         return int(np.argmax(x))
     ids = np.sort(survivors(x, row))

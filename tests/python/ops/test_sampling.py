@@ -99,7 +99,51 @@ def test_masks_that_leave_no_candidate_fail_the_row(back_end: str) -> None:
         Row(1.0, allowed=[7]),
         Row(1.0, allowed=[50, -1, 2**31 - 1]),
     ]
-    assert sample(logits, rows).tokens() == [-1, -1, -1]
+    assert sample(logits, rows).tokens() == [-2, -2, -2]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 1000, 8192, 8193, 20_000])
+def test_a_token_mask_leaves_what_it_allows(vocab_size: int, back_end: str) -> None:
+    random = np.random.default_rng(vocab_size)
+    logits = random_logits(4, 8, vocab_size)
+    logits[6] = -INF
+
+    def some(share: float) -> list[int]:
+        return np.flatnonzero(random.random(vocab_size) < share).tolist()
+
+    rows = [
+        Row(unmasked=some(0.5)),
+        Row(),
+        Row(0.9, top_k=5, seed=1, unmasked=[*some(0.1), vocab_size - 1], num_logprobs=3),
+        Row(0.9, top_p=0.8, seed=2, unmasked=some(0.9), allowed=some(0.5), bias={0: 5.0}),
+        Row(1.0, seed=3, unmasked=range(vocab_size), output=[0], frequency=0.5),
+        Row(1.0, seed=4, unmasked=[]),
+        Row(1.0, seed=5, unmasked=[0]),
+        Row(0.0, unmasked=some(0.5), stop=some(0.5), min_total_tokens=9, position=8),
+    ]
+    outcome = sample(logits, rows)
+    expected = [reference_token(logits[i].numpy(), row) for i, row in enumerate(rows)]
+    assert outcome.tokens() == expected
+    assert outcome.tokens()[5:7] == [-2, -1]
+    # Logprobs are of the model's own logits, masked or not.
+    logprobs = logits[2].double().log_softmax(-1)
+    token, count = outcome.tokens()[2], min(3, vocab_size)
+    torch.testing.assert_close(outcome.logprobs[2].double(), logprobs[token], atol=1e-5, rtol=0)
+    assert outcome.top_ids[2, :count].tolist() == logprobs.topk(count).indices.tolist()
+
+
+def test_wrong_token_masks_are_refused() -> None:
+    ids = torch.zeros(2, dtype=torch.int32)
+    for masks, index, message in (
+        (torch.zeros(1, 2, dtype=torch.int32), ids, r"token_masks must be \[num_masks"),
+        (torch.zeros(1, 1, dtype=torch.int32), ids[:1], r"mask_index \[num_rows\]"),
+        (torch.zeros(1, 1, dtype=torch.int32), None, "token_masks and mask_index come together"),
+        (torch.zeros(1, 1), ids, "token_masks has the wrong dtype"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.sample(
+                torch.zeros(2, 8), ids, ids, STATE, *(None,) * 3, ids, *(None,) * 6, masks, index
+            )
 
 
 @pytest.mark.parametrize("nowhere", [-(2**31), -1, 2, 2**31 - 1])

@@ -1,0 +1,1 @@
+"""The commands of ``vllm-lite`` beside ``serve`` and ``bench``."""
