@@ -3,14 +3,16 @@
 Jinja's own sandbox keeps a template from reaching the interpreter, not from running or growing
 without end. Here every loop iteration, call and operator of a template goes through ``_tick``,
 which stops a render after ``MAX_SECONDS`` of its thread's processor time, and the operators,
-methods and filters that multiply text are measured before they run. This is meant for the templates
-of models, which the operator chooses; it is no reason to take templates from requests.
+methods and filters that multiply text are measured before they run. Lists and objects that a
+template makes are measured as they would be printed: a list may hold another many times over. What
+takes more than linear time within one call, or has no use in a prompt, is not available. No call
+works on more than ``MAX_CHARS``, so that the last one, too, ends within seconds.
 """
 
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, NoReturn
@@ -21,13 +23,19 @@ from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 MAX_SECONDS = 5.0
 MAX_CHARS = 16 * 1024 * 1024  # of the output and of any value on the way
-MAX_ITEMS = 1024 * 1024  # of a list made by an operator
-MAX_PADDING = 1024  # widths and indents
+MAX_ITEMS = 1024 * 1024  # of a list or an object, with all that is in it
+MAX_PADDING = 1024  # widths and indents, and sets of characters to strip
 _MAX_EXPONENT = 64
 _MAX_INT_BITS = 1024
+
+_PADDING_METHODS = frozenset(
+    {"center", "expandtabs", "ljust", "lstrip", "rjust", "rstrip", "strip", "trim", "zfill"}
+)
+_PADDING_FILTERS = frozenset({"batch", "center", "indent", "slice", "tojson"})
 
 _deadline: ContextVar[float] = ContextVar("_deadline", default=float("inf"))
 
@@ -45,6 +53,32 @@ class _CodeGenerator(CodeGenerator):
             self.visit(operand, frame)
             self.write(", ")
         self.write("))")
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:
+        self._measured(super().visit_List, node, frame)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
+        if node.ctx == "load":
+            self._measured(super().visit_Tuple, node, frame)
+        else:
+            super().visit_Tuple(node, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self._measured(super().visit_Dict, node, frame)
+
+    def _measured(
+        self, visit: Callable[[Any, Frame], None], node: nodes.Node, frame: Frame
+    ) -> None:
+        self.write("environment.measured(")
+        visit(node, frame)
+        self.write(")")
+
+
+class _Namespace(Namespace):
+    """Not printed with what is in it, which can grow unseen."""
+
+    def __repr__(self) -> str:
+        return "<namespace>"
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -71,21 +105,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             extensions=[_GenerationTag, jinja2.ext.loopcontrols],
         )
         del self.globals["lipsum"]
+        self.globals["namespace"] = _Namespace
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.filters["tojson"] = _to_json
-        for name in (
-            "center",
-            "indent",
-            "join",
-            "replace",
-            "format",
-            "batch",
-            "slice",
-            "tojson",
-            "sum",
-        ):
-            self.filters[name] = _guarded_filter(name, self.filters[name])
+        for name in ("pprint", "urlize", "wordwrap", "xmlattr"):
+            del self.filters[name]
+        for name, function in self.filters.items():
+            self.filters[name] = _guarded_filter(name, function)
 
     def render_limited(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
         """Raises TemplateLimitError when the limits are reached."""
@@ -121,10 +148,22 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         _check_size(sum(map(len, texts)))
         return "".join(texts)
 
+    def concat(self, texts: Iterable[str]) -> str:
+        """Of what macros and blocks print."""
+        _tick()
+        pieces = list(texts)
+        _check_size(sum(map(len, pieces)))
+        return "".join(pieces)
+
+    def measured(self, value: Any) -> Any:
+        _tick()
+        _check_weight(value)
+        return value
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         _tick()
         _check_operands(operator, left, right)
-        return super().call_binop(context, operator, left, right)
+        return self.measured(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         _tick()
@@ -132,7 +171,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
         if isinstance(owner, str):
             _check_text_call(getattr(obj, "__name__", ""), owner, args, kwargs)
-        return super().call(context, obj, *args, **kwargs)
+        elif isinstance(owner, (int, float)):
+            raise TemplateLimitError("methods of numbers are not available")
+        for value in (*args, *kwargs.values()):
+            _check_weight(value)
+        return self.measured(super().call(context, obj, *args, **kwargs))
 
 
 class _Metered:
@@ -158,6 +201,26 @@ def _tick() -> None:
 def _check_size(chars: int) -> None:
     if chars > MAX_CHARS:
         raise TemplateLimitError(f"it makes a text of more than {MAX_CHARS} characters")
+
+
+def _check_weight(value: Any) -> None:
+    """Bounds what a list or an object is when it is printed, with all that it holds."""
+    if isinstance(value, str):
+        _check_size(len(value))
+        return
+    items = chars = 0
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            chars += len(item)
+        elif isinstance(item, Collection):
+            items += len(item)
+            if items > MAX_ITEMS:
+                raise TemplateLimitError(f"it makes a list of more than {MAX_ITEMS} items")
+            if not isinstance(item, range):
+                waiting.extend(item.values() if isinstance(item, Mapping) else item)
+    _check_size(chars)
 
 
 def _check_operands(operator: str, left: Any, right: Any) -> None:
@@ -210,10 +273,10 @@ def _check_text_call(
     elif name == "join" and values and isinstance(values[0], (list, tuple, str)):
         parts = values[0]
         _check_size(len(text) * len(parts) + sum(len(p) for p in parts if isinstance(p, str)))
-    elif name in ("center", "ljust", "rjust", "zfill", "expandtabs"):
+    elif name in _PADDING_METHODS:
         _check_padding(values)
-    elif name == "translate":
-        raise TemplateLimitError("str.translate is not available")
+    elif name in ("encode", "translate"):
+        raise TemplateLimitError(f"str.{name} is not available")
 
 
 def _check_padding(values: Iterable[Any]) -> None:
@@ -237,13 +300,13 @@ def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         elif name == "sum":
             if isinstance([*rest, kwargs.get("start")][-1], (str, list, tuple)):
                 raise TemplateLimitError("the filter sum adds numbers only")
-        elif name in ("replace", "format"):
+        elif name in ("replace", "format", "trim"):
             _check_text_call(name, str(value), tuple(rest), kwargs)
-        else:
+        elif name in _PADDING_FILTERS:
             _check_padding([*rest, *kwargs.values()])
         result = function(*args, **kwargs)
-        if isinstance(result, str):
-            _check_size(len(result))
+        if isinstance(result, (str, list, tuple, Mapping)):
+            _check_weight(result)
         return result
 
     for attribute in ("jinja_pass_arg", "jinja_async_variant"):

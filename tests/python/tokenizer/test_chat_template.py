@@ -197,6 +197,12 @@ def test_reserved_names_through_the_tokenizer(smollm2: Tokenizer) -> None:
     assert smollm2.encode_chat(CHAT, template_kwargs={"enable_thinking": False})
 
 
+def doubled(step: str) -> str:
+    """Does ``step`` to n.s 99 times."""
+    start = "{% set n = namespace(s='xx') %}"
+    return start + "{% for i in range(99) %}" + step + "{% endfor %}{{ n.s }}"
+
+
 BOMBS = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "filtered loops": "{% for a in range(99999) if a %}{% for b in range(99999) %}{% endfor %}"
@@ -231,13 +237,38 @@ BOMBS = {
     "tojson": "{{ {'a': 1} | tojson(indent=10**9) }}",
     "output": "{% for i in range(99999) %}{{ 'x' * 10**6 }}{% endfor %}",
     "recursion": "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+    "doubling by a block": doubled("{% set n.s %}{{ n.s }}{{ n.s }}{% endset %}"),
+    "doubling by a macro": "{% macro f(s) %}{{ s }}{{ s }}{% endmacro %}"
+    + doubled("{% set n.s = f(n.s) %}"),
+    "doubling by a filter block": doubled(
+        "{% set n.s %}{% filter upper %}{{ n.s }}{{ n.s }}{% endfilter %}{% endset %}"
+    ),
+    "lists of lists": doubled("{% set n.s = [n.s, n.s] %}"),
+    "tuples of tuples": doubled("{% set n.s = (n.s, n.s) %}"),
+    "objects of objects": doubled("{% set n.s = {'a': n.s, 'b': n.s} %}"),
+    "objects by a call": doubled("{% set n.s = dict(a=n.s, b=n.s) %}"),
+    "lists by a filter": doubled("{% set n.s = [0, 0] | map('default', n.s, true) | list %}"),
+    "lists by multiplication": doubled("{% set n.s = [n.s] * 9 %}"),
+    "keys": "{{ dict.fromkeys(range(99999), 'x' * 10**6) }}",
+    "arguments": "{% macro f() %}{% set n.s = varargs %}{% endmacro %}"
+    "{% set n = namespace(s='xx') %}{% for i in range(99) %}{{ f(n.s, n.s) }}{% endfor %}",
+    "bytes": "{{ 'x'.encode() * 10**10 }}",
+    "bytes of a number": "{{ (1).to_bytes(10**10, 'big') }}",
+    "strip": "{{ ('a' * 10**7).strip('b' * 10**7) }}",
+    "trim": "{{ ('a' * 10**7) | trim('b' * 10**7) }}",
+    "escape": "{{ ('<' * 10**7) | escape }}",
+    "urlencode": "{{ ('<' * 10**7) | urlencode }}",
 }
 
 
 # What stops them; a slip in a template above would be refused with other words.
-LIMITS = r"ran longer|more than|Range too big|exponent is over|width that|numbers only|recursion"
+LIMITS = (
+    r"ran longer|more than|Range too big|exponent is over|width that|numbers only|recursion"
+    r"|not available"
+)
 
 
+@pytest.mark.case("SEC-06")
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_bombs_are_stopped(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.2)
@@ -259,6 +290,7 @@ def test_bombs_are_stopped(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "{{ lipsum(10) }}",
     ],
 )
+@pytest.mark.case("SEC-06")
 def test_sandbox_keeps_the_interpreter_out_of_reach(template: str) -> None:
     with pytest.raises(ChatTemplateError, match=r"is unsafe|'lipsum' is undefined"):
         render(template, CHAT)
