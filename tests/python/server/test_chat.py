@@ -27,6 +27,7 @@ def test_answer_has_every_key_that_clients_check(client: Client) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.case("NSA-03", "USG-05")
 def test_stream_has_one_role_and_one_finish_per_index(client: Client, n: int) -> None:
     plain = client.chat(n=n, max_tokens=4).json()
     chunks = events(
@@ -52,6 +53,7 @@ def test_output_length_defaults_to_what_is_left(client: Client) -> None:
     refused(client.chat(max_tokens=256), 400, "max_tokens", "256")
 
 
+@pytest.mark.case("API-03")
 def test_max_completion_tokens_wins(client: Client) -> None:
     body = client.chat(max_completion_tokens=5, ignore_eos=True).json()
     assert body["usage"]["completion_tokens"] == 5
@@ -141,6 +143,7 @@ def test_bad_messages_are_refused_by_name(client: Client, messages: object, para
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
+@pytest.mark.case("MMD-01")
 def test_media_parts_are_refused_without_a_look(client: Client, kind: str) -> None:
     part = {"type": kind, kind: {"url": "file:///etc/passwd"}}
     error = refused(client.chat(messages=user([part])), 400, "messages[0].content[0].type", kind)
@@ -178,10 +181,12 @@ def test_neutral_values_are_taken(client: Client) -> None:
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "add_generation_prompt"])
+@pytest.mark.case("SEC-06")
 def test_template_arguments_cannot_replace_the_servers(client: Client, name: str) -> None:
     refused(client.chat(chat_template_kwargs={name: "x"}), 400, "chat_template_kwargs", name)
 
 
+@pytest.mark.case("API-01")
 def test_null_means_left_out(client: Client) -> None:
     client.chat()
     names = [f.name for f in msgspec.structs.fields(ChatRequest) if f.name != "messages"]

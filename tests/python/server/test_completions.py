@@ -57,6 +57,7 @@ def test_plain_requests_ask_for_one_final_output_and_streams_for_deltas(client: 
     assert kinds == [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA]
 
 
+@pytest.mark.case("USG-01", "USG-03", "USG-05")
 def test_usage_chunk_comes_once_after_all_finish_chunks(client: Client) -> None:
     client.engine.script.cached = 2
     fields = {"n": 2, "prompt": ["ab", "cde"], "max_tokens": 3}
@@ -93,6 +94,7 @@ def test_continuous_usage_counts_up(client: Client) -> None:
         ([VOCAB_SIZE - 1], [[VOCAB_SIZE - 1]]),
     ],
 )
+@pytest.mark.case("API-06")
 def test_prompt_kinds(client: Client, prompt: object, expected: list[list[int]]) -> None:
     body = client.complete(prompt=prompt, max_tokens=1).json()
     assert [call.prompt for call in client.engine.calls] == expected
@@ -123,6 +125,7 @@ def test_prompt_kinds(client: Client, prompt: object, expected: list[list[int]])
         (None, "null"),
     ],
 )
+@pytest.mark.case("API-05", "API-06")
 def test_bad_prompts_are_refused_before_the_engine(
     client: Client, prompt: object, word: str
 ) -> None:
@@ -157,6 +160,7 @@ def test_output_length_defaults_to_16(client: Client) -> None:
     assert [call.params.max_tokens for call in client.engine.calls[-2:]] == [16, 6]
 
 
+@pytest.mark.case("API-03")
 def test_max_completion_tokens_wins(client: Client) -> None:
     body = client.complete(max_completion_tokens=5, max_tokens=9, ignore_eos=True).json()
     assert body["usage"]["completion_tokens"] == 5
@@ -193,6 +197,7 @@ def test_every_parameter_reaches_the_engine(client: Client) -> None:
         assert getattr(call.params, name) == expected, name
 
 
+@pytest.mark.case("API-01")
 def test_null_means_left_out(client: Client) -> None:
     client.complete()
     for field in msgspec.structs.fields(CompletionRequest):

@@ -117,6 +117,7 @@ def fields_of(request: type[GenerationRequest]) -> list[str]:
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.case("SMP-01", "SMP-03", "PEN-01")
 def test_wrong_types_and_ranges_are_400_naming_the_field(client: Client, path: str) -> None:
     """Also: each wrong value alone, and the engine never sees it."""
     good = GOOD[path]
@@ -134,6 +135,7 @@ def test_wrong_types_and_ranges_are_400_naming_the_field(client: Client, path: s
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.case("SMP-03")
 def test_random_bodies_never_give_5xx(client: Client, path: str) -> None:
     rng = random.Random(7)
     names = [*fields_of(PATHS[path]), "unknown"]

@@ -201,6 +201,7 @@ def test_health_tells_the_engines_reason(client: Client) -> None:
         "/detokenize",
     ],
 )
+@pytest.mark.case("SMP-01")
 def test_malformed_bodies_are_400(client: Client, path: str, body: bytes) -> None:
     response = client.post(path, content=body)
     assert response.status_code == 400 and "error" in response.json(), response.text
@@ -214,6 +215,7 @@ def test_content_type_does_not_matter(client: Client, content_type: str | None) 
     assert response.status_code == 200
 
 
+@pytest.mark.case("HLT-01")
 def test_bodies_are_bounded(engine: FakeEngine) -> None:
     client = Client(engine, ServerOptions(max_body_bytes=1000))
     body = b'{"prompt": "' + b"a" * 100 + b'"'

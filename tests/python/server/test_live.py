@@ -94,6 +94,7 @@ def test_a_slow_reader_is_aborted_when_it_leaves_with_full_buffers(
     wait_until(lambda: live.engine.running == 0)
 
 
+@pytest.mark.case("STR-05")
 def test_many_streams_each_give_the_plain_text(live: LiveServer) -> None:
     live.engine.script = Script("The quick brown fox, naïve → 日本語.", delay=0.001)
     client = openai.OpenAI(base_url=live.url + "/v1", api_key="secret", max_retries=0)
@@ -125,6 +126,7 @@ def test_tokens_leave_as_they_come(live: LiveServer) -> None:
     connection.close()
 
 
+@pytest.mark.case("HLT-01")
 def test_health_is_quick_while_a_big_prompt_is_tokenised(live: LiveServer) -> None:
     live.engine.tokenizer.work = 15_000_000  # pure Python, holding the interpreter
     live.engine.script.delay = 0.01
@@ -153,6 +155,7 @@ def test_health_is_quick_while_a_big_prompt_is_tokenised(live: LiveServer) -> No
         stream.close()
 
 
+@pytest.mark.case("HLT-01")
 def test_oversized_bodies_are_refused_before_they_are_sent(live: LiveServer) -> None:
     with socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
@@ -160,6 +163,7 @@ def test_oversized_bodies_are_refused_before_they_are_sent(live: LiveServer) -> 
         assert connection.recv(4096).startswith(b"HTTP/1.1 413")
 
 
+@pytest.mark.case("API-10")
 def test_openai_client_chat(live: LiveServer) -> None:
     client = openai.OpenAI(base_url=live.url + "/v1", api_key="other", max_retries=0)
     messages: Any = [{"role": "user", "content": "Hi"}]
@@ -192,6 +196,7 @@ def test_openai_client_chat(live: LiveServer) -> None:
         assert stream.get_final_completion().choices[0].message.content == "Hello, world"
 
 
+@pytest.mark.case("API-10")
 def test_openai_client_completions(live: LiveServer) -> None:
     client = openai.OpenAI(base_url=live.url + "/v1", api_key="secret", max_retries=0)
     whole = client.completions.create(model="fake", prompt=["a", "b"], logprobs=1)

@@ -246,6 +246,7 @@ def test_x_api_key_opens_these_routes_alone(engine: FakeEngine) -> None:
         assert client.post(path, json=body, headers={"x-api-key": "secret"}).status_code == 401
 
 
+@pytest.mark.case("API-10")
 def test_anthropic_client(live: LiveServer) -> None:
     client = anthropic.Anthropic(base_url=live.url, api_key="secret", max_retries=0)
     fields: Any = {

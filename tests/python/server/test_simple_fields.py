@@ -1,6 +1,7 @@
 """Fields that change the prompt or what is told about it, on both of OpenAI's older endpoints."""
 
 import json
+import socket
 from typing import Any
 
 import pytest
@@ -153,3 +154,54 @@ def test_what_openai_keeps_for_itself_is_ignored(client: Client) -> None:
     assert client.engine.calls[0].params == client.engine.calls[1].params
     for name, value in (("audio", {}), ("modalities", ["text", "audio"])):
         refused(client.chat(**{name: value}), 400, name)
+
+
+@pytest.mark.case("MMD-01")
+def test_media_are_neither_fetched_nor_opened(client: Client) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.2)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/x.png"
+        for source in (url, "file:///etc/passwd", "data:image/png;base64,aGk="):
+            part = {"type": "image_url", "image_url": {"url": source}}
+            turn = {"role": "user", "content": [part]}
+            refused(client.chat(messages=[turn]), 400, None, "not supported")
+            part = {"type": "input_image", "image_url": source}
+            turn = {"role": "user", "content": [part]}
+            refused(client.respond(input=[turn]), 400, None, "not supported")
+            part = {"type": "image", "source": {"type": "url", "url": source}}
+            turn = {"role": "user", "content": [part]}
+            response = client.message(messages=[turn])
+            assert response.status_code == 400 and "not supported" in response.text
+        with pytest.raises(TimeoutError):
+            listener.accept()
+    assert client.engine.calls == []
+
+
+@pytest.mark.case("API-08")
+def test_a_request_id_costs_each_event_what_it_is_long(client: Client) -> None:
+    refused(client.complete(request_id="x" * 1_000_000, stream=True), 400, "request_id")
+    chunks = events(client.complete(request_id="x" * 128, stream=True))
+    assert all(len(json.dumps(chunk)) < 500 for chunk in chunks)
+
+
+def test_deep_nesting_is_refused_by_name_on_the_other_routes(client: Client) -> None:
+    deep = json.loads('{"a":' * 200 + "1" + "}" * 200)
+    turns = [{"role": "user", "content": "x"}]
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": deep}
+    for response, word in (
+        (client.respond(tools=[{"type": "function", "name": "f", "parameters": deep}]), "tools"),
+        (
+            client.respond(text={"format": {"type": "json_schema", "name": "x", "schema": deep}}),
+            "text",
+        ),
+        (client.message(tools=[{"name": "f", "input_schema": deep}]), "tools"),
+        (client.message(messages=[*turns, {"role": "assistant", "content": [use]}]), "messages"),
+        (
+            client.message(output_config={"format": {"type": "json_schema", "schema": deep}}),
+            "output_config",
+        ),
+    ):
+        assert response.status_code == 400, response.text
+        message = response.json()["error"]["message"]
+        assert message.startswith(word) and "nested" in message, message
+    assert client.engine.calls == []

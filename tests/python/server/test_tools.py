@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from server.client import Client, LiveServer, events, refused
+from server.client import Client, LiveServer, events, named_events, refused
 from server.fakes import SPECIAL, FakeEngine, FakeTokenizer, Script
 from vllm_lite.server.options import ServerOptions
 
@@ -466,3 +466,40 @@ def test_the_other_endpoints_read_calls_and_reasoning_too() -> None:
     assert [block["type"] for block in body["content"]] == ["thinking", "tool_use"]
     assert body["content"][1]["input"] == {"a": 1, "s": "}é"}
     assert body["stop_reason"] == "tool_use"
+
+
+def test_their_streams_tell_calls_and_reasoning_too() -> None:
+    client = client_of(f"<think>Hm</think>{CALL_F}{CALL_F}", THINKING)
+    tool = {"name": "f", "parameters": {"type": "object"}}
+    told = named_events(client.respond(tools=[tool | {"type": "function"}], stream=True))
+    kinds = [event["type"].removeprefix("response.") for event in told]
+    assert kinds.count("reasoning_text.done") == 1
+    assert kinds.count("function_call_arguments.done") == 2
+    ended = told[-1]["response"]
+    assert [item["type"] for item in ended["output"]] == ["reasoning", *["function_call"] * 2]
+    assert ended["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    for index, item in enumerate(ended["output"]):
+        mine = [event for event in told if event.get("output_index") == index]
+        assert mine[0]["item"]["id"] == mine[-1]["item"]["id"] == item["id"]
+        assert mine[-1]["item"] == item
+        joined = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
+        assert joined == (item["content"][0]["text"] if index == 0 else item["arguments"])
+    assert len({item["call_id"] for item in ended["output"][1:]}) == 2
+
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    told = named_events(client.message(tools=[tool], stream=True, max_tokens=200))
+    starts = [event["content_block"] for event in told if event["type"] == "content_block_start"]
+    assert [block["type"] for block in starts] == ["thinking", "tool_use", "tool_use"]
+    assert starts[1]["input"] == {} and starts[1]["id"] != starts[2]["id"]
+    for index in range(3):
+        deltas = [
+            event["delta"]
+            for event in told
+            if event["type"] == "content_block_delta" and event["index"] == index
+        ]
+        if index == 0:
+            assert "".join(delta["thinking"] for delta in deltas) == "Hm"
+        else:
+            joined = "".join(delta["partial_json"] for delta in deltas)
+            assert json.loads(joined) == {"a": 1, "s": "}é"}
+    assert told[-2]["delta"]["stop_reason"] == "tool_use"
