@@ -67,6 +67,7 @@ def test_attributes_as_transformers(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.case("TPL-01")
 def test_chat_prompts_have_exactly_one_bos(
     pairs: dict[str, tuple[Tokenizer, PreTrainedTokenizerBase]], kind: str
 ) -> None:
@@ -77,8 +78,21 @@ def test_chat_prompts_have_exactly_one_bos(
         MESSAGES, add_generation_prompt=True, return_dict=False
     )
     assert ids.count(ours.bos_token_id) == 1 and ids[0] == ours.bos_token_id
+    assert ours.encode_chat(MESSAGES, add_special_tokens=True) == ids
 
 
+@pytest.mark.case("TOK-06")
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_with_special_tokens_undoes_encoding(
+    pairs: dict[str, tuple[Tokenizer, PreTrainedTokenizerBase]], kind: str
+) -> None:
+    ours = pairs[kind][0]
+    for text in (*CORPUS, "  two  spaces ", "<tool call>", "日本 🙂\n"):
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ours.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.case("TPL-01")
 def test_bos_that_the_template_does_not_print_is_added(
     pairs: dict[str, tuple[Tokenizer, PreTrainedTokenizerBase]],
 ) -> None:
