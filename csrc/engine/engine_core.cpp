@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 
 #include "core/check.h"
 #include "engine/utf8.h"
@@ -42,6 +43,7 @@ struct EngineCore::Stream : Sequence {
   SamplingParams sampling_params;  // the request's, with this sample's seed
   Detokenizer detokenizer;
   StopMatcher matcher;
+  PromptLogprobs prompt_logprobs;  // of as many tokens as results have come for
 };
 
 struct EngineCore::Request {
@@ -182,6 +184,8 @@ void EngineCore::start(Request& request) {
   VL_CHECK(in.sampling.bias_ids.size() == in.sampling.bias_values.size(),
            "logit_bias has " + std::to_string(in.sampling.bias_ids.size()) + " token ids and " +
                std::to_string(in.sampling.bias_values.size()) + " values");
+  VL_CHECK(in.pooling == Pooling::kNone || (in.max_tokens == 0 && in.num_samples == 1),
+           "a pooling request has one sample and no output tokens");
   // In 64 bits: "no limit" is the largest int32_t.
   const int64_t num_prompt = static_cast<int64_t>(in.prompt.size());
   const int64_t total =
@@ -197,7 +201,13 @@ void EngineCore::start(Request& request) {
     stream->tokens = in.prompt;
     stream->num_prompt_tokens = static_cast<int32_t>(num_prompt);
     stream->max_total_tokens = static_cast<int32_t>(total);
+    stream->pooling = in.pooling;
     if (i > 0) stream->fork_parent = request.streams.front().get();
+    if (i == 0 && in.num_prompt_logprobs >= 0) {
+      stream->num_prompt_logprobs = in.num_prompt_logprobs;
+      stream->score_begin = std::max(in.prompt_logprobs_start - 1, 0);
+      stream->prompt_logprobs.num_top = static_cast<size_t>(in.num_prompt_logprobs);
+    }
     RowSampling& row = stream->sampling_params.row;
     row.num_prompt_tokens = static_cast<int32_t>(num_prompt);
     row.min_total_tokens = static_cast<int32_t>(min_total);
@@ -284,9 +294,18 @@ void EngineCore::finish_step(std::span<const int32_t> words) {
   }
   const Step& step = scheduler_.step_in_flight(0);
   scheduler_.commit(result.token_ids());
+  if (step.num_scored > 0) absorb_scores(step, result);
   int32_t row = -1;  // of the result
+  int32_t num_vectors = 0;
   for (const ScheduledSequence& part : step.sequences) {
-    if (!part.samples) continue;
+    if (!part.samples) {
+      if (!part.ends_prompt()) continue;
+      const bool has_vector = part.sequence->pooling != Pooling::kNone;
+      const auto vector = has_vector ? result.vector(num_vectors++) : std::span<const float>();
+      if (part.sequence->state == SequenceState::kFinished) continue;
+      end_prompt(static_cast<Stream&>(*part.sequence), vector);
+      continue;
+    }
     ++row;
     Stream& stream = static_cast<Stream&>(*part.sequence);
     if (stream.state == SequenceState::kFinished) continue;
@@ -316,9 +335,12 @@ void EngineCore::check_result(const StepResultView& result) const {
   const Step& step = scheduler_.step_in_flight(0);
   VL_ASSERT(result.token_ids().size() == static_cast<size_t>(step.num_samples));
   for (const TokenId token : result.token_ids()) VL_ASSERT(token >= kAllMasked);
+  const ResultHeader& header = result.header();
+  VL_ASSERT(header.num_scored == step.num_scored && header.num_vectors == step.num_vectors);
   for (const ScheduledSequence& part : step.sequences) {
-    VL_ASSERT(!part.samples ||
-              result.header().max_logprobs >= part.sequence->sampling->row.num_logprobs);
+    VL_ASSERT(!part.samples || header.max_logprobs >= part.sequence->sampling->row.num_logprobs);
+    VL_ASSERT(part.num_scored == 0 ||
+              header.max_prompt_logprobs >= part.sequence->num_prompt_logprobs);
   }
 }
 
@@ -341,6 +363,7 @@ void EngineCore::absorb(Stream& stream, TokenId token, const TokenLogprobs* logp
   output.num_cached_tokens = std::max(stream.num_cached_tokens, 0);
   output.token = token;
   output.logprobs = logprobs;
+  add_prompt_logprobs(output, stream);
   const bool is_stop_id = contains(stream.sampling_params.stop_ids, token);
   if (is_stop_id) {
     output.finish_reason = "stop";
@@ -359,6 +382,64 @@ void EngineCore::absorb(Stream& stream, TokenId token, const TokenLogprobs* logp
   output.text = text_;
   if (!output.finish_reason.empty()) finish_stream(stream);
   emit(output);
+  if (output.prompt_logprobs != nullptr) stream.prompt_logprobs = {};  // they have been told
+}
+
+// Keeps what the result says of prompts' tokens. The sequence may have been preempted since: its
+// scores are right all the same, and are not computed again.
+void EngineCore::absorb_scores(const Step& step, const StepResultView& result) {
+  const LogprobSections& scored = result.scored();
+  size_t begin = 0;
+  for (const ScheduledSequence& part : step.sequences) {
+    if (part.num_scored == 0) continue;
+    const auto count = static_cast<size_t>(part.num_scored);
+    const size_t end = begin + count;
+    Stream& stream = static_cast<Stream&>(*part.sequence);
+    if (stream.state != SequenceState::kFinished) {
+      VL_ASSERT(part.first_scored == stream.score_begin);
+      stream.score_begin += part.num_scored;
+      PromptLogprobs& kept = stream.prompt_logprobs;
+      const auto append = [](auto& to, auto from, size_t at, size_t n) {
+        const auto part_of = from.subspan(at, n);
+        to.insert(to.end(), part_of.begin(), part_of.end());
+      };
+      append(kept.logprobs, scored.logprobs, begin, count);
+      append(kept.ranks, scored.ranks, begin, count);
+      // The result is as wide as its widest row.
+      for (size_t i = begin; i < end; ++i) {
+        append(kept.top_ids, scored.top_ids, i * scored.width, kept.num_top);
+        append(kept.top_logprobs, scored.top_logprobs, i * scored.width, kept.num_top);
+      }
+      const auto ranks = scored.ranks.subspan(begin, count);
+      if (std::find(ranks.begin(), ranks.end(), 0) != ranks.end()) {
+        end_with_error(stream, "the model gave no finite logits to score the prompt with");
+      }
+    }
+    begin = end;
+  }
+}
+
+// The prompt of a sequence that samples nothing is computed.
+void EngineCore::end_prompt(Stream& stream, std::span<const float> vector) {
+  if (!std::all_of(vector.begin(), vector.end(), [](float x) { return std::isfinite(x); })) {
+    end_with_error(stream, "the model gave a vector that is not finite");
+    return;
+  }
+  SequenceOutput output;
+  output.key = stream.owner.input.key;
+  output.sample_index = stream.sample_index;
+  output.num_cached_tokens = std::max(stream.num_cached_tokens, 0);
+  output.vector = vector;
+  output.finish_reason = stream.pooling == Pooling::kNone ? "length" : "stop";
+  add_prompt_logprobs(output, stream);
+  finish_stream(stream);
+  emit(output);
+}
+
+// To a sequence's first output.
+void EngineCore::add_prompt_logprobs(SequenceOutput& output, const Stream& stream) const {
+  const bool is_first = stream.num_output_tokens() <= 1;
+  if (stream.is_scored() && is_first) output.prompt_logprobs = &stream.prompt_logprobs;
 }
 
 void EngineCore::end_with_error(Stream& stream, std::string_view message) {

@@ -50,7 +50,12 @@ struct RequestInput {
   std::vector<TokenId> prompt;
   int32_t num_samples = 1;
   int32_t priority = 0;
-  int32_t max_tokens = 16;  // output tokens
+  int32_t max_tokens = 16;  // output tokens; 0: the request ends when its prompt is computed
+  // Log-probabilities of the prompt's tokens from `prompt_logprobs_start` on (never of the first),
+  // with so many of the likeliest each; -1: none. They come with the first output of sample 0.
+  int32_t num_prompt_logprobs = -1;
+  int32_t prompt_logprobs_start = 0;
+  Pooling pooling = Pooling::kNone;  // else one sample, and no output tokens
   // The text that output tokens before this one complete is not searched for stop strings, and the
   // worker samples none of sampling.stop_ids before there are so many.
   int32_t min_tokens = 0;
@@ -136,6 +141,9 @@ class EngineCore {
   void check_result(const StepResultView& result) const;
   void fail_in_flight(std::string_view message);
   void absorb(Stream& stream, TokenId token, const TokenLogprobs* logprobs);
+  void absorb_scores(const Step& step, const StepResultView& result);
+  void end_prompt(Stream& stream, std::span<const float> vector);
+  void add_prompt_logprobs(SequenceOutput& output, const Stream& stream) const;
   void end_with_error(Stream& stream, std::string_view message);
   void finish_stream(Stream& stream);
   void reap();

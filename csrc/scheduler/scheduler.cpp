@@ -17,7 +17,18 @@ void check_at_least(const char* field, int32_t value, int32_t minimum) {
 // is never computed: it is sampled, and the sequence ends.
 int32_t num_remaining(const Sequence& sequence) {
   const int32_t num_tokens = sequence.num_tokens() + sequence.num_pending;
-  return num_tokens < sequence.max_total_tokens ? num_tokens - sequence.num_planned : 0;
+  if (num_tokens < sequence.max_total_tokens || sequence.samples_nothing()) {
+    return num_tokens - sequence.num_planned;
+  }
+  return 0;
+}
+
+// Tokens that a prefix hit may spare: not those whose hidden states are wanted.
+int32_t max_hit_tokens(const Sequence& sequence) {
+  if (sequence.pooling == Pooling::kMean) return 0;
+  const bool lacks_scores =
+      sequence.is_scored() && sequence.score_begin < sequence.num_prompt_tokens - 1;
+  return lacks_scores ? sequence.score_begin : sequence.num_tokens();
 }
 
 // The parent is computing the prompt that this sample will fork.
@@ -83,7 +94,9 @@ AddResult Scheduler::add(Sequence* sequence) {
            "the prompt has " + std::to_string(s.num_prompt_tokens) +
                " tokens, but must be shorter than max_model_len, which is " + limit +
                ": shorten the prompt");
-  VL_CHECK(s.num_tokens() < s.max_total_tokens && s.max_total_tokens <= config_.max_model_len,
+  const bool has_room = s.samples_nothing() ? s.num_tokens() == s.max_total_tokens
+                                            : s.num_tokens() < s.max_total_tokens;
+  VL_CHECK(has_room && s.max_total_tokens <= config_.max_model_len,
            "prompt and output may have " + std::to_string(s.max_total_tokens) +
                " tokens in all, but the limit must be above the " + std::to_string(s.num_tokens()) +
                " tokens given and at most max_model_len, which is " + limit +
@@ -145,11 +158,12 @@ const Step& Scheduler::plan() {
   if (planned.sequences.empty()) return planned.step;
 
   // Nothing fails from here on.
-  for (const ScheduledSequence& part : planned.sequences) {
+  for (ScheduledSequence& part : planned.sequences) {
     part.sequence->last_step = step_number_;
     part.sequence->num_planned += part.num_tokens;
     part.sequence->num_pending += part.samples;
     planned.step.num_samples += part.samples;
+    if (part.sequence->is_scored() || part.sequence->samples_nothing()) plan_scores(part);
   }
 
   // An empty step is not sent, so freed rows are reported by the first one that is not.
@@ -163,12 +177,32 @@ const Step& Scheduler::plan() {
   return planned.step;
 }
 
+void Scheduler::schedule(Sequence* sequence, int32_t num_tokens, int32_t remaining, bool new_row) {
+  const bool samples = num_tokens == remaining && !sequence->samples_nothing();
+  planned_->sequences.emplace_back(sequence, sequence->num_planned, num_tokens, samples, new_row);
+}
+
+// What the worker is to give of a part's hidden states beside the token that is sampled.
+void Scheduler::plan_scores(ScheduledSequence& part) {
+  const Sequence& s = *part.sequence;
+  Step& step = planned_->step;
+  const int32_t end = part.first_token + part.num_tokens;
+  if (s.is_scored()) {
+    part.first_scored = std::max(part.first_token, s.score_begin);
+    part.num_scored = std::max(0, std::min(end, s.num_prompt_tokens - 1) - part.first_scored);
+    step.num_scored += part.num_scored;
+  }
+  if (s.pooling == Pooling::kNone) return;
+  step.num_vectors += part.ends_prompt();
+  step.num_pooled += part.ends_prompt() || s.pooling == Pooling::kMean;
+}
+
 // Serves the running sequences in order. True if somebody was preempted. Those preempted come from
 // the back of the order that is being walked, so none of them has been scheduled in this plan.
 bool Scheduler::schedule_running(int32_t& budget) {
   int32_t num_decodes = 0;  // not yet served: each has a token of the budget kept for it
   for (Sequence* s = running_.front(); s != nullptr; s = running_.next(s)) {
-    VL_ASSERT(s->num_tokens() < s->max_total_tokens);
+    VL_ASSERT(s->num_tokens() < s->max_total_tokens || s->samples_nothing());
     num_decodes += num_remaining(*s) == 1;
   }
   bool preempted = false;
@@ -194,7 +228,7 @@ bool Scheduler::schedule_running(int32_t& budget) {
         preempt(victim);
       }
     }
-    planned_->sequences.emplace_back(s, s->num_planned, num_tokens, num_tokens == remaining, false);
+    schedule(s, num_tokens, remaining, false);
     budget -= num_tokens;
   }
   return preempted;
@@ -228,7 +262,7 @@ void Scheduler::admit_waiting(int32_t& budget) {
     num_passed = blocked_.size();
     const int32_t remaining = num_remaining(*s);
     const int32_t num_tokens = std::min({remaining, max_chunk(), budget});
-    planned_->sequences.emplace_back(s, s->num_planned, num_tokens, num_tokens == remaining, true);
+    schedule(s, num_tokens, remaining, true);
     budget -= num_tokens;
   }
   for (size_t i = 0; i < num_passed; ++i) ++blocked_[i]->num_passed_over;
@@ -247,7 +281,7 @@ Scheduler::AdmitResult Scheduler::try_admit(Sequence* sequence, int32_t headroom
   } else {
     const bool is_last = running_.empty() || running_.before(*running_.back(), s);
     num_cached = cache_.admit(s.block_table, s.tokens, s.salt, s.num_tokens(), headroom,
-                              is_last ? config_.min_awaited_tokens : 0);
+                              is_last ? config_.min_awaited_tokens : 0, max_hit_tokens(s));
     if (num_cached == KvCacheManager::kAwaits) return AdmitResult::kHeldBack;
     if (num_cached == KvCacheManager::kNoRoom) return AdmitResult::kNoRoom;
     s.num_computed = num_cached;
@@ -447,7 +481,7 @@ void Scheduler::check_invariants() const {
       }
     }
     VL_ASSERT(s.num_planned == num_planned && s.num_pending == num_pending);
-    VL_ASSERT(num_planned < s.num_tokens() + num_pending);
+    VL_ASSERT(num_planned < s.num_tokens() + num_pending + s.samples_nothing());
     VL_ASSERT(s.num_tokens() + num_pending <= s.max_total_tokens);
     VL_ASSERT(num_pending == 0 || in_flight(&s));
   };

@@ -64,6 +64,10 @@
 // be found through the prefix index: published blocks are full of committed tokens, and a step
 // writes behind those.
 //
+// Prompt log-probabilities (Sequence::num_prompt_logprobs) and mean pooling need hidden states of
+// tokens that a prefix hit would skip: such a sequence takes hits only up to score_begin, or none.
+// Its own blocks are published as any.
+//
 // Sliding window: blocks that fall out are given back at commit and their table entries become
 // kNoBlock. The worker is not told: it keeps a stale entry that no query looks at any more.
 #pragma once
@@ -107,6 +111,15 @@ struct ScheduledSequence {
   int32_t num_tokens;
   bool samples;  // the last token is the sequence's last: a new token is sampled
   bool new_row;  // the row was given in this step
+  // Positions [first_scored, first_scored + num_scored) of it give a prompt token's
+  // log-probability.
+  int32_t first_scored = 0;
+  int32_t num_scored = 0;
+
+  // The part with which a sequence that samples nothing is over.
+  bool ends_prompt() const {
+    return sequence->samples_nothing() && first_token + num_tokens == sequence->num_prompt_tokens;
+  }
 };
 
 // What plan() decided. The spans point into the scheduler and hold until the first plan() after the
@@ -117,6 +130,9 @@ struct Step {
   std::span<const BlockCopy> copies;  // to be made before the forward pass
   int32_t num_tokens = 0;
   int32_t num_samples = 0;
+  int32_t num_scored = 0;
+  int32_t num_pooled = 0;   // parts of sequences with a Pooling that the worker must see
+  int32_t num_vectors = 0;  // those of them that end
   bool empty() const { return sequences.empty(); }
 };
 
@@ -137,11 +153,11 @@ class Scheduler {
   Scheduler(const SchedulerConfig& config, KvCacheManager& cache);
 
   // Throws Error, naming the numbers, for a sequence that can never run: no tokens, prompt not
-  // below max_model_len, or max_total_tokens not in (tokens, max_model_len]; whatever passes fits
-  // into the pool, as the constructor saw to it. kQueueFull leaves the sequence alone. The caller
-  // keeps ownership, must keep the sequence alive until it is finished and not in flight, and must
-  // finish it once it has max_total_tokens tokens. REQUIRES: state is kNew; fork_parent, if any,
-  // was added before and starts with the same prompt.
+  // below max_model_len, or max_total_tokens not in (tokens, max_model_len], or the prompt's;
+  // whatever passes fits into the pool, as the constructor saw to it. kQueueFull leaves the
+  // sequence alone. The caller keeps ownership, must keep the sequence alive until it is finished
+  // and not in flight, and must finish it once it has max_total_tokens tokens. REQUIRES: state is
+  // kNew; fork_parent, if any, was added before and starts with the same prompt.
   AddResult add(Sequence* sequence);
 
   // Takes a sequence out and its blocks and row back. O(blocks), and O(1) for each sample that
@@ -194,6 +210,8 @@ class Scheduler {
     std::vector<RowId> freed_rows;
   };
 
+  void schedule(Sequence* sequence, int32_t num_tokens, int32_t remaining, bool new_row);
+  void plan_scores(ScheduledSequence& part);
   bool schedule_running(int32_t& budget);
   void admit_waiting(int32_t& budget);
   enum class AdmitResult : uint8_t { kDone, kNoRoom, kHeldBack };

@@ -18,17 +18,30 @@ enum class SequenceState : uint8_t {
   kFinished,  // left the scheduler
 };
 
+// The vector that a sequence which samples nothing is computed for, of the model's last hidden
+// states: that of the prompt's last token, or the mean of all.
+enum class Pooling : int32_t { kNone = 0, kLast = 1, kMean = 2 };
+
 // The invariant of progress: 0 <= num_computed < tokens.size() while not finished. num_computed
 // chases tokens.size(); a whole prompt, a chunk, a decode and a resumed sequence differ in nothing
 // else. num_planned and num_pending are the same two numbers once the steps in flight are done:
-// num_computed <= num_planned < tokens.size() + num_pending <= max_total_tokens.
+// num_computed <= num_planned < tokens.size() + num_pending <= max_total_tokens. A sequence that
+// samples nothing may reach it: then it is over.
 struct Sequence {
   // Set by the owner before Scheduler::add.
   RequestKey request = 0;
   int32_t sample_index = 0;  // which of the request's n
   int32_t priority = 0;      // lower runs first (priority policy)
   int32_t num_prompt_tokens = 0;
-  int32_t max_total_tokens = 0;  // prompt + output; the sequence ends when it has this many
+  // Prompt + output; the sequence ends when it has this many. As many as the prompt: nothing is
+  // sampled, the sequence ends when its prompt is computed.
+  int32_t max_total_tokens = 0;
+  Pooling pooling = Pooling::kNone;
+  // Log-probabilities of the prompt's tokens: with how many of the likeliest each; -1: none wanted.
+  int32_t num_prompt_logprobs = -1;
+  // The first position after which the log-probability of the next prompt token is still missing.
+  // The owner advances it as results come.
+  int32_t score_begin = 0;
   CacheSalt salt{};
   const SamplingParams* sampling = nullptr;
   // For samples 1..n-1: the sequence with the same prompt whose computed prompt this one forks; it
@@ -57,6 +70,8 @@ struct Sequence {
   Sequence* next_fork = nullptr;
 
   int32_t num_tokens() const { return static_cast<int32_t>(tokens.size()); }
+  bool samples_nothing() const { return max_total_tokens == num_prompt_tokens; }
+  bool is_scored() const { return num_prompt_logprobs >= 0; }
   int32_t num_output_tokens() const { return num_tokens() - num_prompt_tokens; }
 };
 

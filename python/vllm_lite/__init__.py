@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm_lite.engine import Engine, LLMEngine
     from vllm_lite.llm import LLM
     from vllm_lite.outputs import CompletionOutput, RequestOutput
+    from vllm_lite.pooling_params import PoolingParams
     from vllm_lite.sampling_params import (
         RequestOutputKind,
         SamplingParams,
@@ -31,6 +32,7 @@ _HOMES = {
     "EngineConfig": ("vllm_lite.config", "EngineConfig"),
     "LLM": ("vllm_lite.llm", "LLM"),
     "LLMEngine": ("vllm_lite.engine", "LLMEngine"),
+    "PoolingParams": ("vllm_lite.pooling_params", "PoolingParams"),
     "RequestOutput": ("vllm_lite.outputs", "RequestOutput"),
     "RequestOutputKind": ("vllm_lite.sampling_params", "RequestOutputKind"),
     "SamplingParams": ("vllm_lite.sampling_params", "SamplingParams"),
@@ -47,6 +49,7 @@ __all__ = [
     "EngineArgs",
     "EngineConfig",
     "LLMEngine",
+    "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

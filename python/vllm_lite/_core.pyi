@@ -181,6 +181,9 @@ class EngineCore:
         include_stop: bool,
         skip_special_tokens: bool,
         constraint: bytes,  # a TokenConstraint of messages.py, or none
+        num_prompt_logprobs: int,  # -1: none
+        prompt_logprobs_start: int,
+        pooling: Literal["", "LAST", "MEAN"],
     ) -> None: ...
     def abort(self, key: int) -> None: ...
     def begin_step(self) -> memoryview | None:

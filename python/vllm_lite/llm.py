@@ -8,11 +8,18 @@ from typing import Any, Self, cast
 from msgspec.structs import replace
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from vllm_lite.engine import Engine
-from vllm_lite.errors import EngineDeadError
-from vllm_lite.outputs import RequestOutput
+from vllm_lite.engine import AnyOutput, Engine, Params
+from vllm_lite.errors import EngineDeadError, EngineError
+from vllm_lite.outputs import (
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from vllm_lite.pooling_params import PoolingParams
 from vllm_lite.requests import Prompt
 from vllm_lite.sampling_params import RequestOutputKind, SamplingParams
+from vllm_lite.scoring import pair_up, score_of, score_params, score_prompt
 from vllm_lite.tokenizer import Tokenizer
 
 Message = dict[str, Any]
@@ -64,8 +71,7 @@ class LLM:
         priorities = [0] * len(prompt_list) if priority is None else list(priority)
         if len(priorities) != len(prompt_list):
             raise ValueError(f"{len(priorities)} priorities for {len(prompt_list)} prompts")
-        with self._lock:
-            return self._run(prompt_list, params, priorities, use_tqdm)
+        return cast(list[RequestOutput], self._run(prompt_list, params, priorities, use_tqdm))
 
     def chat(
         self,
@@ -94,6 +100,57 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """One vector per prompt, in their order; prompts and errors are those of ``generate``."""
+        prompt_list = _as_list(prompts)
+        if pooling_params is None:
+            pooling_params = PoolingParams()
+        if isinstance(pooling_params, PoolingParams):
+            params: list[Params] = [pooling_params] * len(prompt_list)
+        else:
+            params = list(pooling_params)
+        if len(params) != len(prompt_list):
+            raise ValueError(f"{len(params)} pooling_params for {len(prompt_list)} prompts")
+        outputs = self._run(prompt_list, params, [0] * len(prompt_list), use_tqdm)
+        return cast(list[PoolingRequestOutput], outputs)
+
+    # vLLM's name for the vectors of a whole prompt: ``outputs.embedding``.
+    embed = encode
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How well documents answer queries (``vllm_lite/scoring.py``): one query for all
+        documents, or one for each. Raises ``ValueError`` for other numbers of them, and
+        ``EngineError`` if a request failed.
+        """
+        pairs = pair_up(queries, documents)
+        prompts = [score_prompt(self.engine.tokenizer, *pair) for pair in pairs]
+        outputs = self.generate(
+            [ids for ids, _ in prompts], [score_params(start) for _, start in prompts], use_tqdm
+        )
+        scored = []
+        for output in outputs:
+            if output.prompt_logprobs is None:
+                raise EngineError(output.error or "the request failed")
+            scored.append(
+                ScoringRequestOutput(
+                    output.request_id,
+                    ScoringOutput(score_of(output.prompt_logprobs.values())),
+                    output.prompt_token_ids,
+                    num_cached_tokens=output.num_cached_tokens,
+                )
+            )
+        return scored
+
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
@@ -119,12 +176,22 @@ class LLM:
     def _run(
         self,
         prompts: list[Prompt],
-        params: list[SamplingParams],
+        params: Sequence[Params],
         priorities: list[int],
         use_tqdm: bool,
-    ) -> list[RequestOutput]:
+    ) -> list[AnyOutput]:
+        with self._lock:
+            return self._run_locked(prompts, params, priorities, use_tqdm)
+
+    def _run_locked(
+        self,
+        prompts: list[Prompt],
+        params: Sequence[Params],
+        priorities: list[int],
+        use_tqdm: bool,
+    ) -> list[AnyOutput]:
         ids = [f"llm-{next(self._ids)}" for _ in prompts]
-        results: dict[str, RequestOutput] = {}
+        results: dict[str, AnyOutput] = {}
         bar = tqdm(total=len(prompts), desc="generating", unit="prompt", disable=not use_tqdm,
                    dynamic_ncols=True)  # fmt: skip
         num_tokens = 0
@@ -139,18 +206,25 @@ class LLM:
             while waiting or self.engine.has_unfinished_requests():
                 while waiting and (
                     in_flight == 0
-                    or in_flight + params[waiting[-1]].n <= self.engine.config.max_num_waiting
+                    or in_flight + num_samples(params[waiting[-1]])
+                    <= self.engine.config.max_num_waiting
                 ):
                     index = waiting.pop()
-                    final = replace(params[index], output_kind=RequestOutputKind.FINAL_ONLY)
+                    final = params[index]
+                    if isinstance(final, SamplingParams):
+                        final = replace(final, output_kind=RequestOutputKind.FINAL_ONLY)
                     self.engine.add_request(ids[index], checked[index], final, priorities[index])
-                    in_flight += final.n
+                    in_flight += num_samples(final)
                 if self._closed:
                     raise EngineDeadError("the engine was closed while it was generating")
                 for output in self.engine.step():
                     results[output.request_id] = output
-                    in_flight -= len(output.outputs)
-                    num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+                    if isinstance(output, RequestOutput):
+                        in_flight -= len(output.outputs)
+                        num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+                    else:
+                        in_flight -= 1
+                        num_tokens += len(output.prompt_token_ids)
                     bar.update()
                     if elapsed := bar.format_dict["elapsed"]:
                         bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
@@ -160,6 +234,10 @@ class LLM:
         finally:
             bar.close()
         return [results[request_id] for request_id in ids]
+
+
+def num_samples(params: Params) -> int:
+    return params.n if isinstance(params, SamplingParams) else 1
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

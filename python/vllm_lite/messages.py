@@ -47,6 +47,9 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add"):
     include_stop: bool
     skip_special_tokens: bool
     constraint: bytes  # a TokenConstraint, or none
+    num_prompt_logprobs: int = -1
+    prompt_logprobs_start: int = 0
+    pooling: str = ""  # or LAST, MEAN
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag="abort"):
@@ -81,6 +84,8 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs] | None
     num_cached_tokens: int
     message: str | None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    vector: bytes | None = None  # float32, native byte order
 
 
 class CoreStats(msgspec.Struct, array_like=True):

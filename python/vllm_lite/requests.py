@@ -3,6 +3,7 @@ outputs.
 """
 
 import hashlib
+import math
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,16 @@ from vllm_lite.messages import (
     TokenLogprobs,
     encode,
 )
-from vllm_lite.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm_lite.outputs import (
+    CompletionOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    Position,
+    PromptLogprobs,
+    RequestOutput,
+    decode_position,
+)
+from vllm_lite.pooling_params import PoolingParams
 from vllm_lite.sampling_params import RequestOutputKind, SamplingParams, check_unicode
 from vllm_lite.tokenizer import Tokenizer
 
@@ -132,6 +142,8 @@ def make_add_request(
         include_stop=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens,
         constraint=_constraint(params, stop_ids, eos, tokenizer),
+        num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        prompt_logprobs_start=params.prompt_logprobs_start,
     )
 
 
@@ -171,7 +183,7 @@ class _Sample:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    logprobs: list[Position] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -198,8 +210,11 @@ class RequestState:
         self._prompt_token_ids = prompt_token_ids
         self._tokenizer = tokenizer
         self._samples = [_Sample() for _ in range(params.n)]
-        self._num_unfinished = params.n
+        self.num_samples = self._num_unfinished = params.n
         self._num_cached_tokens = 0
+        self._prompt_logprobs: PromptLogprobs | None = None
+        self._awaits_prompt = params.prompt_logprobs is not None
+        self._held: RequestOutput | None = None  # a delta
 
     @property
     def finished(self) -> bool:
@@ -210,6 +225,10 @@ class RequestState:
         sample = self._samples[output.sample_index]
         if output.sample_index == 0:
             self._num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = PromptLogprobs(
+                self._prompt_token_ids, output.prompt_logprobs, self._text
+            )
         logprobs = None
         if output.logprobs is not None:
             logprobs = self._decode_logprobs(output.token_ids, output.logprobs)
@@ -220,13 +239,26 @@ class RequestState:
             sample.stop_reason = output.stop_reason
             self._num_unfinished -= 1
         if self.params.output_kind is RequestOutputKind.DELTA:
-            return self._delta(output, logprobs, sample.cumulative_logprob)
+            made = self._delta(output, logprobs, sample.cumulative_logprob)
+            return self._behind_the_prompt(made) if self._awaits_prompt else made
         sample.text += output.text
         sample.token_ids += output.token_ids
         sample.logprobs += logprobs or []
         if self.params.output_kind is RequestOutputKind.FINAL_ONLY and not self.finished:
             return None
         return self._output(list(enumerate(self._samples)))
+
+    def _behind_the_prompt(self, made: RequestOutput) -> RequestOutput | None:
+        """Nothing comes before the prompt's log-probabilities, which sample 0 brings: what another
+        has given by then comes with them.
+        """
+        made.prompt_logprobs = self._prompt_logprobs
+        if self._held is not None:
+            self._held.append(made)
+            made = self._held
+        self._awaits_prompt = made.prompt_logprobs is None
+        self._held = made if self._awaits_prompt else None
+        return None if self._awaits_prompt else made
 
     def end(self, finish_reason: str, error: str | None = None) -> RequestOutput:
         """The last output: every sample that is unfinished ends with this reason."""
@@ -245,7 +277,7 @@ class RequestState:
     def _delta(
         self,
         output: SequenceOutput,
-        logprobs: list[dict[int, Logprob]] | None,
+        logprobs: list[Position] | None,
         cumulative_logprob: float,
     ) -> RequestOutput:
         """The news as it came; this is done for every token of every stream."""
@@ -289,25 +321,55 @@ class RequestState:
             ],
             finished=self.finished,
             num_cached_tokens=self._num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
     def _decode_logprobs(
         self, token_ids: list[int], logprobs: list[TokenLogprobs]
-    ) -> list[dict[int, Logprob]]:
+    ) -> list[Position]:
         return [
-            self._decode_position(token, entry)
+            decode_position(token, entry, self._text)
             for token, entry in zip(token_ids, logprobs, strict=True)
         ]
 
-    def _decode_position(self, token: int, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token first, then the likeliest; each with its own text."""
-        position = {token: Logprob(entry.logprob, entry.rank, self._text(token))}
-        for rank, (top, logprob) in enumerate(
-            zip(entry.top_ids, entry.top_logprobs, strict=True), 1
-        ):
-            if top >= 0 and top not in position:
-                position[top] = Logprob(logprob, rank, self._text(top))
-        return position
-
     def _text(self, token: int) -> str:
         return self._tokenizer.token_bytes(token).decode(errors="replace")
+
+
+class PoolingState:
+    """As ``RequestState``, of a request for a vector: one output, at the end."""
+
+    def __init__(
+        self, request_id: str, key: int, prompt_token_ids: list[int], params: PoolingParams
+    ) -> None:
+        self.request_id = request_id
+        self.key = key
+        self.num_samples = 1
+        self.finished = False
+        self._prompt_token_ids = prompt_token_ids
+        self._params = params
+
+    def update(self, output: SequenceOutput) -> PoolingRequestOutput:
+        self.finished = True
+        assert output.vector is not None
+        vector = array("f", output.vector)
+        if self._params.dimensions is not None:
+            vector = vector[: self._params.dimensions]
+        if self._params.normalize and (length := math.hypot(*vector)) > 0:
+            vector = array("f", [value / length for value in vector])
+        return self._output(vector.tolist(), output.num_cached_tokens)
+
+    def end(self, finish_reason: str, error: str | None = None) -> PoolingRequestOutput:
+        """The output of a request that was aborted or failed."""
+        self.finished = True
+        made = self._output([], 0)
+        made.error = error or finish_reason
+        return made
+
+    def _output(self, vector: list[float], num_cached_tokens: int) -> PoolingRequestOutput:
+        return PoolingRequestOutput(
+            self.request_id,
+            PoolingOutput(vector),
+            self._prompt_token_ids,
+            num_cached_tokens=num_cached_tokens,
+        )

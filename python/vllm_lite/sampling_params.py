@@ -84,6 +84,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ``ValueError`` names the field, the limit and the value. Numbers are normalised to plain int and
     float, ``top_k=-1`` to 0, a single ``stop`` string to a list. A bool is no number, nor is a
     string (but JSON's keys are strings, so ``logit_bias`` takes "123" for 123).
+
+    max_tokens: 0 generates nothing; the prompt is computed for its ``prompt_logprobs``.
+    prompt_logprobs_start: the first of the prompt's tokens whose log-probability is asked for; what
+    comes before may come from the prefix cache.
     """
 
     n: int = 1
@@ -104,6 +108,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: int = 0
     max_tokens: int | None = 16
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
     bad_words: list[str] | None = None
@@ -140,7 +146,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 raise _error(name, "must be true or false", getattr(self, name))
         self.min_tokens = _integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
         if self.max_tokens is not None:
-            self.max_tokens = _integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
+            self.max_tokens = _integer("max_tokens", self.max_tokens, 0, _INT32_MAX)
             if self.min_tokens > self.max_tokens:
                 raise _error(
                     "min_tokens", f"must be <= max_tokens ({self.max_tokens})", self.min_tokens
@@ -152,6 +158,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise _error("structured_outputs", requirement, self.structured_outputs)
         if self.bad_words is not None:
             self.bad_words = _bad_words(self.bad_words)
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = _integer(
+                "prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS
+            )
+        self.prompt_logprobs_start = _integer(
+            "prompt_logprobs_start", self.prompt_logprobs_start, 0, _INT32_MAX
+        )
         if not isinstance(self.output_kind, RequestOutputKind):
             raise _error("output_kind", "must be a RequestOutputKind", self.output_kind)
 

@@ -32,7 +32,9 @@ INTEGERS = {
     "top_k": [-2, 2**31],
     "seed": [-(2**63) - 1, 2**64],
     "min_tokens": [-1, 17, 2**31],
-    "max_tokens": [0, -1, 2**31],
+    "max_tokens": [-1, 2**31],
+    "prompt_logprobs": [-1, 21, 400, 2**31, 1.5],
+    "prompt_logprobs_start": [-1, 2**31],
     "logprobs": [-1, MAX_LOGPROBS + 1],
 }
 REFUSED = (

@@ -7,7 +7,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from vllm_lite.server import chat, completions, openapi
+from vllm_lite.server import chat, completions, openapi, pooling
 from vllm_lite.server.body import Body
 from vllm_lite.server.engine import EngineLike
 from vllm_lite.server.errors import ApiError, show, unavailable
@@ -69,6 +69,25 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
     )
     async def create_chat_completion(request: Request) -> Response:
         return await _generate(request, state, chat.prepare)
+
+    @app.post(
+        "/v1/embeddings", openapi_extra=openapi.answers("EmbeddingResponse", "EmbeddingRequest")
+    )
+    async def create_embeddings(request: Request) -> Response:
+        return await _generate(request, state, pooling.prepare_embeddings)
+
+    async def score(request: Request) -> Response:
+        """How likely each query is after its document."""
+        return await _generate(request, state, pooling.prepare_score)
+
+    async def rerank(request: Request) -> Response:
+        """The documents, those first after which the query is likeliest."""
+        return await _generate(request, state, pooling.prepare_rerank)
+
+    for path in ("/score", "/v1/score"):
+        app.post(path, openapi_extra=openapi.answers("ScoreResponse", "ScoreRequest"))(score)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        app.post(path, openapi_extra=openapi.answers("RerankResponse", "RerankRequest"))(rerank)
 
     @app.get("/v1/models", openapi_extra=openapi.answers("ModelList"))
     async def list_models() -> Response:

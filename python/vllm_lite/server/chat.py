@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 
 from vllm_lite.chat_template import check_nesting
-from vllm_lite.outputs import CompletionOutput
+from vllm_lite.outputs import CompletionOutput, PromptLogprobs
+from vllm_lite.sampling_params import SamplingParams
 from vllm_lite.server.errors import bad_request, from_decode_error, show
-from vllm_lite.server.generation import Job
-from vllm_lite.server.logprobs import LogprobsWriter
+from vllm_lite.server.generation import Job, PromptResult
+from vllm_lite.server.logprobs import LogprobsWriter, prompt_list
 from vllm_lite.server.protocol import (
     ChatChoice,
     ChatChunk,
@@ -21,6 +22,7 @@ from vllm_lite.server.protocol import (
     ChunkChoice,
     Delta,
     Message,
+    PromptLogprobsList,
     ResponseMessage,
     ToolCall,
     Usage,
@@ -81,9 +83,13 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "ChatRenderer"]:
         engine.config.max_model_len,
         engine.model_config.generation_defaults.get("max_new_tokens"),
         "messages",
+        may_be_zero=request.prompt_logprobs is not None,
     )
     check_token_ids(token_ids, engine.model_config.vocab_size, "messages")
-    params = sampling_params(request, engine, logprobs=logprobs, max_tokens=length)
+    params = sampling_params(
+        request, engine, logprobs=logprobs, prompt_logprobs=request.prompt_logprobs,
+        max_tokens=length,
+    )  # fmt: skip
     options = request.stream_options
     job = Job(
         id=f"chatcmpl-{secrets.token_hex(16)}",
@@ -232,13 +238,21 @@ class ChatRenderer:
         self._job = job
         self._usage_field: msgspec.UnsetType | None = None if job.include_usage else msgspec.UNSET
         self._greeted: set[int] = set()  # choices whose role is out
-        top = job.params[0].logprobs
+        self._prompt_logprobs: PromptLogprobs | None = None
+        params = job.params[0]
+        assert isinstance(params, SamplingParams)
+        self._prompt_top = params.prompt_logprobs
+        top = params.logprobs
         # Chat log-probabilities keep no state between pieces: one writer serves all choices.
         self._writer = (
             LogprobsWriter(state.token_texts, top, ids=ids, skip_special=True)
             if top is not None
             else None
         )
+
+    def prompt(self, index: int, result: PromptResult) -> None:
+        assert isinstance(result, PromptLogprobs)
+        self._prompt_logprobs = result
 
     def chunks(
         self, choice: int, output: CompletionOutput, usage: Usage | None
@@ -279,9 +293,13 @@ class ChatRenderer:
             )
             for choice, output in enumerate(outputs)
         ]
+        prompt_logprobs: PromptLogprobsList | msgspec.UnsetType = msgspec.UNSET
+        if self._prompt_logprobs is not None and self._prompt_top is not None:
+            prompt_logprobs = prompt_list(self._prompt_logprobs, self._prompt_top)
         return ChatResponse(
-            id=job.id, created=job.created, model=job.model, choices=choices, usage=usage
-        )
+            id=job.id, created=job.created, model=job.model, choices=choices, usage=usage,
+            prompt_logprobs=prompt_logprobs,
+        )  # fmt: skip
 
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
         if self._writer is None:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -16,7 +17,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm_lite.errors import EngineError
-from vllm_lite.outputs import CompletionOutput, RequestOutput
+from vllm_lite.outputs import CompletionOutput, PromptLogprobs, RequestOutput
+from vllm_lite.pooling_params import PoolingParams
 from vllm_lite.sampling_params import SamplingParams
 from vllm_lite.server.connection import WRITE_PART
 from vllm_lite.server.errors import ApiError, from_exception, internal_error, unavailable
@@ -47,15 +49,28 @@ class Job(msgspec.Struct, kw_only=True):
     model: str
     created: int
     prompts: list[list[int]]
-    params: list[SamplingParams]
+    params: list[SamplingParams | PoolingParams]
     priority: int
     stream: bool
     include_usage: bool = False
     continuous_usage: bool = False
 
+    @property
+    def n(self) -> int:
+        params = self.params[0]
+        return params.n if isinstance(params, SamplingParams) else 1
+
+
+# What is computed of a prompt itself: its tokens' log-probabilities, or a vector.
+PromptResult = PromptLogprobs | list[float]
+
 
 class Renderer(Protocol):
     """An endpoint's shapes. ``choice`` counts over all prompts: prompt x n + sample."""
+
+    def prompt(self, index: int, result: PromptResult) -> None:
+        """Of the job's prompt ``index``; comes before its choices."""
+        ...
 
     def chunks(
         self, choice: int, output: CompletionOutput, usage: Usage | None
@@ -84,6 +99,10 @@ class GenerationResponse(Response):
         self._aborted = False
         self._work: asyncio.Task[None] | None = None
         self._write_part: Callable[[bytes], bool] = lambda _: False
+        # Of prompts without samples there may be more than may wait.
+        limit = min(state.options.max_choices, state.engine.config.max_num_waiting)
+        self._running = asyncio.Semaphore(limit)
+        self._n = job.n
         self._cached = [0] * len(job.prompts)
         self._generated = 0
 
@@ -133,29 +152,39 @@ class GenerationResponse(Response):
     async def _stream(self, send: Send) -> None:
         job = self._job
         encode = self._state.encoder.encode
-        n = job.params[0].n
         async with aclosing(self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 self._count(prompt_index, output)
-                usage = self._usage() if job.continuous_usage else None
-                events = bytearray()
-                for sample in output.outputs:
-                    choice = prompt_index * n + sample.index
-                    for chunk in self._renderer.chunks(choice, sample, usage):
-                        events += b"data: " + encode(chunk) + b"\n\n"
+                if output.prompt_logprobs is None:
+                    events = self._events(prompt_index, output)
+                else:
+                    events = await self._state.offload(partial(self._events, prompt_index, output))
                 if events or not self._started:
-                    await self._send_events(send, bytes(events), more=True)
+                    await self._send_events(send, events, more=True)
         last = b"data: [DONE]\n\n"
         if job.include_usage:
             last = b"data: " + encode(self._renderer.usage_chunk(self._usage())) + b"\n\n" + last
         await self._send_events(send, last, more=False)
 
+    def _events(self, prompt_index: int, output: RequestOutput) -> bytes:
+        usage = self._usage() if self._job.continuous_usage else None
+        if output.prompt_logprobs is not None:
+            self._renderer.prompt(prompt_index, output.prompt_logprobs)
+        events = bytearray()
+        for sample in output.outputs:
+            choice = prompt_index * self._n + sample.index
+            for chunk in self._renderer.chunks(choice, sample, usage):
+                events += b"data: " + self._state.encoder.encode(chunk) + b"\n\n"
+        return bytes(events)
+
     async def _plain(self, send: Send) -> None:
-        n = self._job.params[0].n
+        n = self._n
         choices: list[CompletionOutput | None] = [None] * (len(self._job.prompts) * n)
         async with aclosing(self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 self._count(prompt_index, output)
+                if output.prompt_logprobs is not None:
+                    self._renderer.prompt(prompt_index, output.prompt_logprobs)
                 for sample in output.outputs:
                     choices[prompt_index * n + sample.index] = sample
         complete = [choice for choice in choices if choice is not None]  # _one() has checked
@@ -164,8 +193,7 @@ class GenerationResponse(Response):
         def render() -> bytes:
             return self._state.encoder.encode(self._renderer.whole(complete, usage))
 
-        weight = self._generated * (1 + (self._job.params[0].logprobs or 0))
-        body = await self._state.offload(render) if weight > _LARGE_ANSWER else render()
+        body = await self._state.offload(render) if self._weight() > _LARGE_ANSWER else render()
         await self._send_body(send, 200, body)
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -175,6 +203,40 @@ class GenerationResponse(Response):
             return self._one(0)
         return merge([self._one(index) for index in range(prompts)])
 
+    def _weight(self) -> int:
+        """Tokens, alternatives and numbers that the whole answer tells of, roughly."""
+        params = self._job.params[0]
+        num_prompt = sum(map(len, self._job.prompts))
+        if isinstance(params, PoolingParams):
+            return len(self._job.prompts) * self._state.engine.model_config.hidden_size
+        weight = self._generated * (1 + (params.logprobs or 0))
+        if params.prompt_logprobs is not None:
+            weight += num_prompt * (1 + params.prompt_logprobs)
+        return weight
+
+    def _start(self, index: int, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+        job, params = self._job, self._job.params[index]
+        if isinstance(params, PoolingParams):
+            return self._pool(index, params, request_id)
+        return self._state.engine.generate(job.prompts[index], params, request_id, job.priority)
+
+    async def _pool(
+        self, index: int, params: PoolingParams, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Gives the renderer the prompt's vector; what is left is an output without a token."""
+        job = self._job
+        prompt = job.prompts[index]
+        async with aclosing(
+            self._state.engine.encode(prompt, params, request_id, job.priority)
+        ) as outputs:
+            async for output in outputs:
+                if output.error is not None:
+                    raise EngineError(f"the engine ended the request: {output.error}")
+                self._renderer.prompt(index, output.outputs.data)
+                done = CompletionOutput(0, "", [], finish_reason="stop")
+                cached = output.num_cached_tokens
+                yield RequestOutput(request_id, None, prompt, [done], True, cached)
+
     async def _one(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         job = self._job
         request_id = job.id if len(job.prompts) == 1 else f"{job.id}-{index}"
@@ -183,9 +245,7 @@ class GenerationResponse(Response):
         reason = "abort"
         finished: list[str] = []
         try:
-            async with aclosing(
-                self._state.engine.generate(prompt, job.params[index], request_id, job.priority)
-            ) as outputs:
+            async with self._running, aclosing(self._start(index, request_id)) as outputs:
                 async for output in outputs:
                     self._has_output = True
                     watch.output(output)
@@ -197,9 +257,8 @@ class GenerationResponse(Response):
                         if sample.finish_reason is not None:
                             finished.append(sample.finish_reason)
                     yield index, output
-            n = job.params[index].n
-            if len(finished) != n:
-                raise EngineError(f"the engine finished {len(finished)} of {n} samples")
+            if len(finished) != self._n:
+                raise EngineError(f"the engine finished {len(finished)} of {self._n} samples")
             reason = finished[-1]
         except Exception:
             reason = "error"

@@ -7,6 +7,14 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from vllm_lite.server.errors import ErrorResponse
+from vllm_lite.server.pooling_protocol import (
+    EmbeddingRequest,
+    EmbeddingResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
 from vllm_lite.server.protocol import (
     ChatChunk,
     ChatRequest,
@@ -23,9 +31,15 @@ _TYPES = (
     ChatResponse,
     CompletionRequest,
     CompletionResponse,
+    EmbeddingRequest,
+    EmbeddingResponse,
     ErrorResponse,
     ModelCard,
     ModelList,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
 )
 
 
@@ -40,8 +54,12 @@ _ERRORS = {
 }
 
 
-def answers(name: str) -> dict[str, Any]:
-    return {"responses": {"200": _json(name, "OK"), **_ERRORS}}
+def answers(name: str, request: str | None = None) -> dict[str, Any]:
+    """A route that gives ``name``, and takes ``request`` if it takes a body."""
+    out: dict[str, Any] = {"responses": {"200": _json(name, "OK"), **_ERRORS}}
+    if request is not None:
+        out["requestBody"] = _json(request, "") | {"required": True}
+    return out
 
 
 def text(description: str) -> dict[str, Any]:
@@ -51,13 +69,12 @@ def text(description: str) -> dict[str, Any]:
 
 def generation(request: str, response: str, chunk: str) -> dict[str, Any]:
     """A route that takes ``request`` and gives ``response``, or server-sent events of ``chunk``."""
-    out = answers(response)
+    out = answers(response, request)
     out["responses"]["200"]["description"] = (
         f"The answer; with stream true events of {chunk}, the last [DONE] or an ErrorResponse"
     )
     events = {"schema": {"$ref": f"#/components/schemas/{chunk}"}}
     out["responses"]["200"]["content"]["text/event-stream"] = events
-    out["requestBody"] = _json(request, "") | {"required": True}
     return out
 
 

@@ -33,6 +33,10 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NonNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+# The range is checked where the message can name the limit for what is below it, too.
+PromptLogprobsCount = Annotated[
+    int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_LOGPROBS})
+]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -72,8 +76,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """What both generation endpoints take."""
 
     model: str | None = None
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None  # wins over max_tokens
+    max_tokens: NonNegative | None = None  # 0 with echo or prompt_logprobs alone
+    max_completion_tokens: NonNegative | None = None  # wins over max_tokens
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0: off
@@ -96,6 +100,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     min_tokens: NonNegative | None = None
     skip_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: PromptLogprobsCount | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -112,11 +117,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     best_of: Positive | None = None  # only equal to n
     cache_salt: Unsupported = None
-    echo: Unsupported = None
     kv_transfer_params: Unsupported = None
     length_penalty: Unsupported = None
     logits_processors: Unsupported = None
-    prompt_logprobs: Unsupported = None
     return_token_ids: Unsupported = None
     spaces_between_special_tokens: Unsupported = None
     structural_tag: Unsupported = None
@@ -128,6 +131,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
+    echo: bool | None = None  # the prompt's text and log-probabilities come first
 
     prompt_embeds: Unsupported = None
     suffix: Unsupported = None
@@ -186,6 +190,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     audio: Unsupported = None
     chat_template: Unsupported = None
     documents: Unsupported = None
+    echo: Unsupported = None
     function_call: Unsupported = None
     functions: Unsupported = None
     mm_processor_kwargs: Unsupported = None
@@ -233,12 +238,24 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """One entry per token in each list. ``text_offset``: characters of the choice's own text."""
+    """One entry per token in each list; null for the first of an echoed prompt. ``text_offset``:
+    characters of the choice's own text.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+# Of the prompt's tokens in order: by token id, the prompt's own first; null for the first token.
+PromptLogprobsList = list[dict[int, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -247,6 +264,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop string or token id that matched; null for EOS
+    prompt_logprobs: PromptLogprobsList | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
@@ -299,6 +317,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobsList | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, kw_only=True):

@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 
+from vllm_lite.pooling_params import PoolingParams
 from vllm_lite.sampling_params import (
+    MAX_LOGPROBS,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
@@ -66,6 +68,17 @@ def refuse_unsupported(request: GenerationRequest) -> None:
                 "structured_outputs",
                 "unsupported_parameter",
             )
+    asked = request.prompt_logprobs
+    if asked is not None and not 0 <= asked <= MAX_LOGPROBS:
+        raise bad_request(
+            f"prompt_logprobs: {asked} is outside 0..{MAX_LOGPROBS}", "prompt_logprobs"
+        )
+    if asked is not None and request.stream:
+        raise bad_request(
+            "prompt_logprobs: not available with stream true; completions stream them with echo and"
+            " logprobs",
+            "prompt_logprobs",
+        )
     n = request.n or 1
     if request.best_of is not None and request.best_of != n:
         raise bad_request(
@@ -115,7 +128,12 @@ def check_choices(state: ServerState, prompts: int, n: int, param: str) -> None:
 
 
 def sampling_params(
-    request: GenerationRequest, engine: EngineLike, *, logprobs: int | None, max_tokens: int
+    request: GenerationRequest,
+    engine: EngineLike,
+    *,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    max_tokens: int,
 ) -> SamplingParams:
     """``max_tokens`` here is provisional: ``for_prompt`` sets each prompt's own."""
     fields: dict[str, Any] = {}
@@ -142,7 +160,10 @@ def sampling_params(
             "min_tokens",
         )
     try:
-        return SamplingParams(logprobs=logprobs, max_tokens=max_tokens, output_kind=kind, **fields)
+        return SamplingParams(
+            logprobs=logprobs, prompt_logprobs=prompt_logprobs, max_tokens=max_tokens,
+            output_kind=kind, **fields,
+        )  # fmt: skip
     except ValueError as error:
         raise bad_request(str(error), field_of(error)) from error
 
@@ -196,18 +217,25 @@ def output_length(
     max_model_len: int,
     default: int | None,
     param: str,
+    may_be_zero: bool,
 ) -> int:
-    """How many tokens may be generated; ``default`` None: as many as fit.
+    """How many tokens may be generated; ``default`` None: as many as fit. ``may_be_zero``: the
+    request asks for something of its prompt.
 
     A length that was asked for must fit whole; a default is cut to what is left.
     """
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     asked = getattr(request, name)
+    if asked == 0 and not may_be_zero:
+        raise bad_request(
+            f"{name}: 0 generates nothing; it must be at least 1 without echo or prompt_logprobs",
+            name,
+        )
     left = max_model_len - prompt_length
     if left < 1:
         output = (
             f"{asked} output tokens were asked for"
-            if asked
+            if asked is not None
             else "at least 1 output token is needed"
         )
         raise bad_request(
@@ -229,7 +257,7 @@ def output_length(
     return int(asked)
 
 
-def for_prompts(params: SamplingParams, lengths: list[int]) -> list[SamplingParams]:
+def for_prompts(params: SamplingParams, lengths: list[int]) -> list[SamplingParams | PoolingParams]:
     return [
         params
         if length == params.max_tokens

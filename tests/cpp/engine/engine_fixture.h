@@ -108,6 +108,10 @@ class Engine {
       EXPECT_EQ(got.stop_token, expected.stop_token);
       EXPECT_EQ(got.stop_string, expected.stop_string);
       EXPECT_EQ(got.logprobs, expected.logprobs);
+      EXPECT_EQ(got.vector, expected.vector);
+      if (expected.finish_reason != "error") {
+        EXPECT_EQ(got.prompt_logprobs, expected.prompt_logprobs);
+      }
       if (expected.finish_reason == "error") {
         EXPECT_TRUE(expected.text.starts_with(got.text));
         EXPECT_FALSE(got.message.empty());

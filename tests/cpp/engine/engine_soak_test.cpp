@@ -15,6 +15,7 @@ namespace {
 struct Coverage {
   int64_t preemptions = 0, prefix_hits = 0, copies = 0, failed_steps = 0;
   int64_t stopped = 0, length = 0, errors = 0, refused = 0, queue_full = 0, aborted = 0;
+  int64_t scored = 0, pooled = 0;
 };
 
 class Soak {
@@ -100,6 +101,15 @@ class Soak {
     input.num_samples = chance(0.3) ? pick(2, 5) : 1;
     input.priority = pick(-1, 1);
     input.max_tokens = chance(0.05) ? pick(-1, 0) : chance(0.1) ? 2147483647 : pick(1, 40);
+    if (chance(0.3)) {
+      input.num_prompt_logprobs = pick(0, 3);
+      input.prompt_logprobs_start = chance(0.3) ? pick(0, length) : 0;
+    }
+    if (chance(0.15)) {
+      input.pooling = chance(0.5) ? Pooling::kLast : Pooling::kMean;
+      input.num_samples = 1;
+      input.max_tokens = 0;
+    }
     input.min_tokens = chance(0.3) ? pick(0, 12) : 0;
     input.salt = {chance(0.2) ? 1U : 0U, 0};
     RowSampling& row = input.sampling.row;
@@ -133,7 +143,7 @@ class Soak {
   void check(const RequestInput& input, Coverage& coverage) {
     const auto num_prompt = static_cast<int32_t>(input.prompt.size());
     const bool possible = num_prompt > 0 && num_prompt < config_.scheduler.max_model_len &&
-                          input.max_tokens > 0 &&
+                          input.max_tokens >= 0 &&
                           input.num_samples <= config_.scheduler.max_num_waiting;
     for (int32_t i = 0; i < input.num_samples; ++i) {
       SCOPED_TRACE("request " + std::to_string(input.key) + " sample " + std::to_string(i));
@@ -158,6 +168,12 @@ class Soak {
         EXPECT_EQ(got.stop_token, expected.stop_token);
         EXPECT_EQ(got.stop_string, expected.stop_string);
         EXPECT_EQ(got.logprobs, expected.logprobs);
+        EXPECT_EQ(got.vector, expected.vector);
+        if (got.finish_reason != "error") {
+          EXPECT_EQ(got.prompt_logprobs, expected.prompt_logprobs);
+          coverage.scored += got.prompt_logprobs.size() > 0;
+          coverage.pooled += got.vector.size() > 0;
+        }
         ++(got.finish_reason == "stop"     ? coverage.stopped
            : got.finish_reason == "length" ? coverage.length
                                            : coverage.errors);
@@ -199,7 +215,7 @@ void soak(const Vocabulary& vocabulary, bool is_async) {
   for (const int64_t times :
        {coverage.preemptions, coverage.prefix_hits, coverage.copies, coverage.failed_steps,
         coverage.stopped, coverage.length, coverage.errors, coverage.refused, coverage.queue_full,
-        coverage.aborted}) {
+        coverage.aborted, coverage.scored, coverage.pooled}) {
     EXPECT_GT(times, 20);
   }
 }

@@ -134,6 +134,31 @@ inline Sample solo_run(const RequestInput& input, int32_t sample_index,
   params.row.min_total_tokens = std::min(input.min_tokens, max_model_len) + num_prompt;
 
   Sample sample;
+  const auto seen_at = [&](int32_t position) {
+    const int32_t begin = first_visible(position, window);
+    return std::pair(
+        std::span(input.prompt)
+            .subspan(static_cast<size_t>(begin), static_cast<size_t>(position - begin + 1)),
+        begin);
+  };
+  for (int32_t i = std::max(input.prompt_logprobs_start, 1); i < num_prompt; ++i) {
+    if (input.num_prompt_logprobs < 0 || sample_index > 0) break;
+    const auto [visible_prompt, begin] = seen_at(i - 1);
+    sample.prompt_logprobs.push_back(score_token(
+        visible_prompt, begin, input.prompt[static_cast<size_t>(i)], input.num_prompt_logprobs));
+  }
+  if (input.pooling != Pooling::kNone) {
+    float sum = 0;
+    for (int32_t i = input.pooling == Pooling::kLast ? num_prompt - 1 : 0; i < num_prompt; ++i) {
+      const auto [visible_prompt, begin] = seen_at(i);
+      sum += hidden_state(visible_prompt, begin);
+    }
+    sample.vector = {sum};
+  }
+  if (input.max_tokens == 0) {
+    sample.finish_reason = input.pooling == Pooling::kNone ? "length" : "stop";
+    return sample;
+  }
   std::vector<TokenId> all = input.prompt;
   std::vector<TokenId> visible;  // to the reader: with text
   size_t searched_from = 0;

@@ -56,7 +56,7 @@ TEST_F(SchedulerTest, SequenceThatCanNeverRunIsRefusedWithTheNumbersAndLeftAlone
   }
   const std::string over = error_of([&] { scheduler().add(make(60, 5)); });
   EXPECT_TRUE(contains(over, "65 tokens in all")) << over;
-  EXPECT_TRUE(contains(error_of([&] { scheduler().add(make(8, 0)); }), "8 tokens given"));
+  EXPECT_TRUE(contains(error_of([&] { scheduler().add(make(8, -1)); }), "8 tokens given"));
   EXPECT_TRUE(contains(error_of([&] { scheduler().add(make(0, 5)); }), "no tokens"));
   EXPECT_EQ(scheduler().stats().num_waiting, 0);
   run_until_idle();

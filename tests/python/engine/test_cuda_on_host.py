@@ -24,7 +24,7 @@ from vllm_lite.worker import worker as worker_module
 from vllm_lite.worker.cuda import DecodeGraphs, measured_kv_memory, unmeasured_bytes
 from vllm_lite.worker.largest_step import largest_plan
 from vllm_lite.worker.step_inputs import upload
-from vllm_lite.worker.step_plan import StepPlan
+from vllm_lite.worker.step_plan import HEADER_WORDS, StepPlan
 from vllm_lite.worker.worker import Worker
 
 PROMPTS = ["The quick", "def f(x):", "Größe", "lazy dog, and it is what they have said. " * 3]
@@ -279,7 +279,7 @@ def test_the_largest_plan_is_one_that_may_come(
     plan = StepPlan(largest_plan(num_tokens, num_seqs, 64, 16, 1000))
     assert (plan.num_tokens, plan.num_seqs) == expected
     slots, tokens, positions, starts, lens, rows, indices = plan.words[
-        16 : len(plan.words) - len(plan.changes)
+        HEADER_WORDS : len(plan.words) - len(plan.changes)
     ].split([2 * expected[0], *[expected[0]] * 2, expected[1] + 1, *[expected[1]] * 3])
     assert (tokens == 0).all() and (slots.view(torch.int64) == positions % 16).all()
     assert positions.max() + 1 == lens.max() <= 64

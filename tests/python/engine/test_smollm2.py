@@ -166,3 +166,36 @@ def test_creating_an_engine_leaves_the_callers_random_generators_alone() -> None
     first = draw()
     LLM("smollm2", dtype="float32", max_model_len=64).close()
     assert [first, draw()] == expected
+
+
+@pytest.mark.case("LPR-06")
+def test_prompt_logprobs_are_those_of_transformers(llm: LLM) -> None:
+    prompts = PROMPTS[:8]
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        ids = output.prompt_token_ids
+        logprobs = reference_logits(ids[:1], ids[1:]).log_softmax(-1)
+        assert output.prompt_logprobs is not None
+        for position, entry in enumerate(output.prompt_logprobs[1:]):
+            assert entry is not None
+            for token, value in entry.items():
+                expected = logprobs[position, token].item()
+                assert value.logprob == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_document_that_answers_has_the_highest_score(llm: LLM) -> None:
+    documents = [
+        "Paris is the capital and largest city of France.",
+        "A banana is a long yellow fruit that grows in bunches.",
+        "The heart pumps blood through the body.",
+        "Bread is baked from flour, water and yeast.",
+    ]
+    queries = [
+        "What is the capital of France?",
+        "Which fruit is long and yellow?",
+        "Which organ pumps blood?",
+        "What is bread made of?",
+    ]
+    for answer, query in enumerate(queries):
+        scores = [output.outputs.score for output in llm.score(query, documents, use_tqdm=False)]
+        assert scores.index(max(scores)) == answer, (query, scores)

@@ -164,7 +164,6 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"audio": {}}, "audio"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"echo": True}, "echo"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"best_of": 3}, "best_of"),
     ],
 )

@@ -211,16 +211,13 @@ def test_defaults_come_from_the_model(client: Client) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("echo", True),
         ("suffix", "x"),
         ("best_of", 2),
-        ("prompt_logprobs", 0),
         ("use_beam_search", True),
         ("truncate_prompt_tokens", 3),
         ("cache_salt", "s"),
         ("logits_processors", ["x"]),
         ("return_token_ids", True),
-        ("echo", 0),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

@@ -22,6 +22,7 @@ WRONG: dict[str, list[Any]] = {
     "model": [1, True, [], {}],
     "max_tokens": [*NUMBER, 0, -1, 1.5, 2**31, 2**70],
     "max_completion_tokens": [*NUMBER, 0, -1, 1.5, 2**31],
+    "prompt_logprobs": [*NUMBER, -1, 21, VOCAB_SIZE, 1.5, 2**70],
     "temperature": [*NUMBER, -0.1, 2.01, 1e308],
     "top_p": [*NUMBER, 0, -0.5, 1.1],
     "top_k": [*NUMBER, -2, 1.5, 2**31],
@@ -95,6 +96,8 @@ UNSUPPORTED = [True, 1, "xyz", [1], {"a": 1}]
 def wrong_values(path: str, field: str) -> list[Any]:
     if field == "logprobs":
         return LOGPROBS[path]
+    if field == "echo" and path == "/v1/completions":
+        return [1, "true", [], {}]
     values = WRONG.get(field, UNSUPPORTED)
     # Neutral values of fields that are not supported are fine.
     return [v for v in values if not (v is True and field == "spaces_between_special_tokens")

@@ -30,10 +30,16 @@ def test_document_has_the_routes_and_the_real_schemas(client: Client) -> None:
     assert set(document["paths"]) == {
         "/health",
         "/metrics",
+        "/rerank",
+        "/score",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/embeddings",
         "/v1/models",
         "/v1/models/{model}",
+        "/v1/rerank",
+        "/v1/score",
+        "/v2/rerank",
         "/version",
     }
     for ref in references(document):
