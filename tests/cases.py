@@ -9,13 +9,14 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/cases.md"
 
-# Of what is not there yet: speculative decoding, adapters, more than one device.
-NOT_YET = ("SPC", "LOR", "PAR")
+# Of what is not there yet: speculative decoding, adapters, more than one device, Gemma.
+NOT_YET = ("SPC", "LOR", "PAR", "NUM-15")
 
 _CASE = r"[A-Z]{3}-\d\d"
 _CPP_TEST = re.compile(
@@ -25,14 +26,27 @@ _HEAD = """# Faults met elsewhere
 
 Each row is a fault that users of other engines have reported. The tests prove that it does not happen here. Level A runs on a CPU with
 a small model, level B needs more. Written by `python tests/cases.py` from the tests themselves.
-
 """
 
 
-def cases() -> dict[str, tuple[str, str]]:
-    """What is known of each case: (level, fault)."""
-    lines = (ROOT / "tests/cases.tsv").read_text().splitlines()
-    return {case: (level, fault) for case, level, fault in (line.split("\t") for line in lines)}
+@dataclass(slots=True)
+class Case:
+    theme: str
+    level: str
+    fault: str
+
+
+def cases() -> dict[str, Case]:
+    """By id, in the file's order: a line per case, the themes' names in lines of their own."""
+    found = {}
+    theme = ""
+    for line in (ROOT / "tests/cases.tsv").read_text().splitlines():
+        if line.startswith("# "):
+            theme = line.removeprefix("# ")
+        else:
+            case, level, fault = line.split("\t")
+            found[case] = Case(theme, level, fault)
+    return found
 
 
 def tests_of_cases() -> dict[str, list[str]]:
@@ -62,13 +76,17 @@ def _python_tests(module: ast.Module) -> Iterator[tuple[str, str]]:
 
 def page() -> str:
     tests = tests_of_cases()
-    lines = [_HEAD, "| case | level | fault | tests |\n|---|---|---|---|\n"]
-    for case, (level, fault) in cases().items():
-        names = "<br>".join(f"`{test}`" for test in tests.get(case, ()))
-        if not names:
-            names = "not there yet" if case.startswith(NOT_YET) else "none"
-        text = fault.replace("|", "\\|")
-        lines.append(f"| {case} | {level} | {text} | {names} |\n")
+    lines = [_HEAD]
+    theme = ""
+    for name, case in cases().items():
+        if case.theme != theme:
+            theme = case.theme
+            lines.append(f"\n## {theme}\n\n| case | level | fault | tests |\n|---|---|---|---|\n")
+        proof = "<br>".join(f"`{test}`" for test in tests.get(name, ()))
+        if not proof:
+            proof = "not there yet" if name.startswith(NOT_YET) else "none"
+        fault = case.fault.replace("|", "\\|")
+        lines.append(f"| {name} | {case.level} | {fault} | {proof} |\n")
     return "".join(lines)
 
 

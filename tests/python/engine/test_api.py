@@ -146,6 +146,7 @@ def test_seeds_repeat_and_differ(llm: LLM) -> None:
     assert len({tuple(sample(None)) for _ in range(4)}) == 4
 
 
+@pytest.mark.case("STP-03", "STP-05")
 def test_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     params = greedy(allowed_token_ids=ascii_ids(llm), max_tokens=40)
     text = run(llm, "The", params)[0].outputs[0].text
@@ -160,6 +161,7 @@ def test_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     assert run(llm, "The", kept)[0].outputs[0].text == text[: end + len(stop)]
 
 
+@pytest.mark.case("STP-03", "STP-05")
 def test_stop_token_and_eos(llm: LLM) -> None:
     plain = ids_of(run(llm, "The"))[0]
     stop = plain[6]
@@ -209,12 +211,14 @@ def test_logprobs_have_the_chosen_token_and_the_likeliest(llm: LLM) -> None:
 # --- what is refused ------------------------------------------------------------------------------
 
 
+@pytest.mark.case("LEN-01", "LEN-05")
 @pytest.mark.parametrize("length", [254, 255])
 def test_prompt_that_leaves_room_for_a_token_runs(llm: LLM, length: int) -> None:
     sample = run(llm, [5] * length)[0].outputs[0]
     assert len(sample.token_ids) == 256 - length and sample.finish_reason == "length"
 
 
+@pytest.mark.case("LEN-01")
 @pytest.mark.parametrize("length", [256, 257, 10000])
 def test_prompt_over_the_limit_names_limit_prompt_and_output(llm: LLM, length: int) -> None:
     with pytest.raises(ValueError, match=f"{length} tokens.*max_tokens 12.*max_model_len is 256"):
@@ -484,6 +488,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.case("SMP-08")
 def test_mixed_requests_equal_their_solo_runs(llm: LLM) -> None:
     params = [greedy(**options) for options in MIXED]
     together = run(llm, PROMPTS, params)
@@ -491,6 +496,7 @@ def test_mixed_requests_equal_their_solo_runs(llm: LLM) -> None:
         assert ids_of([output]) == ids_of(run(llm, prompt, param)), param
 
 
+@pytest.mark.case("SMP-06")
 def test_a_row_keeps_nothing_of_the_request_before_it(tiny_model: str) -> None:
     with LLM(tiny_model, num_threads=1, max_num_seqs=2) as two_rows:
         alone = {p: ids_of(run(two_rows, p))[0] for p in PROMPTS}
@@ -505,6 +511,7 @@ def test_a_row_keeps_nothing_of_the_request_before_it(tiny_model: str) -> None:
 # --- failures -------------------------------------------------------------------------------------
 
 
+@pytest.mark.case("WRK-03")
 def test_a_failed_step_ends_its_requests_and_others_go_on(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -543,6 +550,7 @@ def drained_ids(engine: Engine, name: str) -> list[int]:
     return drain(engine)[name][-1].outputs[0].token_ids
 
 
+@pytest.mark.case("WRK-03")
 def test_llm_returns_the_others_when_one_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_lite.worker.worker import Worker
 

@@ -185,6 +185,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.case("BIV-01", "SED-01", "PFX-05")
 @pytest.mark.parametrize(("isa", "weights", "share"), cases(), indirect=["isa"])
 def test_a_request_has_the_same_bits_in_every_company(
     isa: str, weights: str, share: int, models: dict[str, tuple[str, dict[str, Any]]]

@@ -23,6 +23,7 @@ def changed_copy(tiny_model: str, directory: Path, **files: dict[str, object]) -
     return str(directory)
 
 
+@pytest.mark.case("NUM-16")
 @pytest.mark.parametrize(
     ("config", "generation", "ends"),
     [
@@ -56,6 +57,7 @@ def test_max_new_tokens_is_the_default_length(tiny_model: str, tmp_path: Path) -
         assert llm.get_default_sampling_params().max_tokens == 5
 
 
+@pytest.mark.case("NUM-18")
 def test_chat_template_file_takes_the_place_of_the_models(tiny_model: str, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }};{% endfor %}")
@@ -65,6 +67,7 @@ def test_chat_template_file_takes_the_place_of_the_models(tiny_model: str, tmp_p
         assert output.prompt_token_ids == llm.get_tokenizer().encode("dog;")
 
 
+@pytest.mark.case("NUM-18")
 def test_bad_chat_template_file_is_named_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

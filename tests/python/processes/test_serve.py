@@ -133,6 +133,7 @@ def test_bad_requests_are_400_and_harm_nobody(http: httpx.Client) -> None:
     assert http.get("/health").status_code == 200
 
 
+@pytest.mark.case("MET-03")
 def test_metrics_count_and_come_back_to_zero(server: ServerProcess, http: httpx.Client) -> None:
     server.wait_idle(http)
     before = metrics(http)
@@ -154,11 +155,12 @@ def test_metrics_count_and_come_back_to_zero(server: ServerProcess, http: httpx.
     assert after["vllm_lite:time_to_first_token_seconds_count"] > 0
 
 
+@pytest.mark.case("ABT-01")
 @pytest.mark.parametrize("streamed", [True, False])
 def test_client_that_goes_away_frees_its_blocks(
     server: ServerProcess, http: httpx.Client, streamed: bool
 ) -> None:
-    """ABT-01: the request would run for a minute."""
+    """The request would run for a minute."""
     body = {"prompt": "Once", "max_tokens": 25000, "ignore_eos": True, "n": 4, "stream": streamed}
     server.wait_idle(http)
     with server.client() as leaving:
@@ -193,6 +195,7 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.case("SMP-08")
 def test_sixteen_mixed_requests_at_once_equal_their_solo_runs(http: httpx.Client) -> None:
     def ask(index: int) -> list[tuple[str, str]]:
         """(text, finish reason) of every choice; odd ones are streamed."""

@@ -61,8 +61,8 @@ def can_bind(port: int) -> bool:
 # --- stopping -------------------------------------------------------------------------------------
 
 
+@pytest.mark.case("SHD-01")
 def test_sigterm_lets_streams_finish_and_a_second_one_does_not_wait(start: Start) -> None:
-    """SHD-01."""
     server = start("--shutdown-grace", "20").wait_ready()
     with server.client() as client, ExitStack() as stack:
         running = [stack.enter_context(stream(client, max_tokens=600)) for _ in range(3)]
@@ -91,6 +91,7 @@ def test_sigterm_lets_streams_finish_and_a_second_one_does_not_wait(start: Start
     wait_port_free(server.port)
 
 
+@pytest.mark.case("SHD-01")
 def test_grace_time_ends_streams_with_an_error(start: Start) -> None:
     server = start("--shutdown-grace", "0.5").wait_ready()
     with server.client() as client, stream(client, max_tokens=20000) as events:
@@ -201,6 +202,7 @@ def test_kill_of_the_parent_ends_every_child(start: Start) -> None:
     wait_port_free(server.port)
 
 
+@pytest.mark.case("HLT-03", "WRK-01")
 @pytest.mark.parametrize(
     ("module", "role"),
     [("vllm_lite.worker", "worker"), ("vllm_lite.engine_core", "engine core")],
@@ -208,7 +210,6 @@ def test_kill_of_the_parent_ends_every_child(start: Start) -> None:
 def test_kill_of_the_engine_ends_streams_with_an_error_and_the_server(
     start: Start, module: str, role: str
 ) -> None:
-    """WRK-01, HLT-03."""
     server = start().wait_ready()
     with server.client() as client, ExitStack() as stack:
         running = [stack.enter_context(stream(client, max_tokens=20000)) for _ in range(3)]
@@ -259,8 +260,8 @@ def run_cli(*arguments: str, model: str = "smollm2") -> tuple[int, str, float]:
     return done.returncode, done.stderr, time.monotonic() - began
 
 
+@pytest.mark.case("CFG-03")
 def test_port_in_use_is_noticed_before_loading() -> None:
-    """CFG-03."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -271,6 +272,7 @@ def test_port_in_use_is_noticed_before_loading() -> None:
     assert seconds < 20  # a loaded machine; the model is not looked at
 
 
+@pytest.mark.case("LEN-03")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -289,7 +291,6 @@ def test_port_in_use_is_noticed_before_loading() -> None:
         (["--max-num-seqs", "2147483647"], ["max_num_seqs", "2147483647", "65535"]),
         (["--kv-cache-memory", "1000000G"], ["kv_cache_memory", "2147483647", "at most"]),
         (["--kv-cache-memory", "1K"], ["kv_cache_memory is 1024: set --kv-cache-memory to at"]),
-        # LEN-03
         (["--max-model-len", "8192", "--kv-cache-memory", "100M"], ["8192", "104857600", "4544"]),
     ],
     ids=lambda value: value[0] if value[0].startswith("--") else "",

@@ -40,6 +40,7 @@ def test_engine_state_is_read_at_the_scrape(client: Client) -> None:
     assert seen["kv_cache_usage_perc", ""] == 0
 
 
+@pytest.mark.case("MET-03")
 def test_requests_are_counted_by_how_they_ended(client: Client) -> None:
     client.complete(prompt=["ab", "cde"])  # 2 requests, 12 tokens each
     client.complete(max_tokens=4, stream=True)
