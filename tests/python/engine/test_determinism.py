@@ -193,6 +193,25 @@ def test_a_request_has_the_same_bits_in_every_company(
     check(*models[weights], share)
 
 
+@pytest.mark.case("BIV-01")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_output_does_not_depend_on_how_many_run_or_on_the_place(
+    dtype: str, models: dict[str, tuple[str, dict[str, Any]]]
+) -> None:
+    def run(prompts: list[Prompt]) -> list[Any]:
+        outputs = llm.generate(prompts, PARAMS[0], use_tqdm=False)
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+    source = random.Random(1)
+    probe = random_prompt(source, 30)
+    with LLM(models["bfloat16"][0], dtype=dtype, max_model_len=MAX_LEN, num_threads=2) as llm:
+        (alone,) = run([probe])
+        for num_others in (2, 7, 16):
+            others = [random_prompt(source, source.randrange(5, 60)) for _ in range(num_others)]
+            assert run([probe, *others])[0] == alone
+            assert run([*others, probe])[-1] == alone
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("isa", ops.cpu_isas(), indirect=True)
