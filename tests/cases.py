@@ -20,12 +20,13 @@ NOT_YET = ("SPC", "LOR", "PAR", "NUM-15")
 
 _CASE = r"[A-Z]{3}-\d\d"
 _CPP_TEST = re.compile(
-    rf"((?:^ *//.*\n)+)(?:TEST|TEST_F|TEST_P|TYPED_TEST)\(\s*(\w+),\s*(\w+)\)", re.MULTILINE
+    r"((?:^ *//.*\n)+)(?:TEST|TEST_F|TEST_P|TYPED_TEST)\(\s*(\w+),\s*(\w+)\)", re.MULTILINE
 )
 _HEAD = """# Faults met elsewhere
 
-Each row is a fault that users of other engines have reported. The tests prove that it does not happen here. Level A runs on a CPU with
-a small model, level B needs more. Written by `python tests/cases.py` from the tests themselves.
+Each row is a fault that users of other engines have reported, and the tests that prove that it
+does not happen here. Level A runs on a CPU with a small model, level B needs more. Written by
+`python tests/cases.py` from the tests themselves.
 """
 
 

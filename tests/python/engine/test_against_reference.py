@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 
-from tiny_model import VOCAB_SIZE
 from vllm_lite import LLM, SamplingParams
 
 PROMPTS = ["The quick brown fox", "def f(x):\n    return", "東京は", "it is what they have said."]
@@ -53,9 +52,7 @@ def test_256_greedy_tokens_are_those_of_dense_attention(
 def test_repetition_penalty_gives_the_tokens_of_generate(
     llm: LLM, reference: transformers.LlamaForCausalLM
 ) -> None:
-    params = SamplingParams(
-        temperature=0, max_tokens=64, ignore_eos=True, repetition_penalty=1.2
-    )
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, repetition_penalty=1.2)
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     plain = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)
     for output, without in zip(outputs, plain, strict=True):

@@ -16,9 +16,7 @@ def random_prompt(source: random.Random, length: int) -> list[int]:
     return [source.randrange(2, VOCAB_SIZE) for _ in range(length)]
 
 
-def run(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY
-) -> list[RequestOutput]:
+def run(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[RequestOutput]:
     return llm.generate(prompts, params, use_tqdm=False)
 
 
