@@ -102,6 +102,34 @@ def test_added_tokens_are_allowed_and_shown_as_the_tokenizer_decodes_them(
         assert (sample.token_ids, sample.stop_reason) == (ids[:4], base_size + 1)
 
 
+@pytest.mark.case("NUM-05")
+def test_yarn_of_a_scaled_length_does_not_scale_it_again(tiny_model: str, tmp_path: Path) -> None:
+    yarn = {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    changes = {"max_position_embeddings": 256, "rope_parameters": yarn}
+    model = changed_copy(tiny_model, tmp_path / "model", config=changes)
+    with LLM(model, num_threads=1) as llm:
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        output = llm.generate([[5] * 250], params, use_tqdm=False)[0]
+        assert len(output.outputs[0].token_ids) == 6
+        with pytest.raises(ValueError, match=r"prompt has 300 tokens.*max_model_len is 256"):
+            llm.generate([[5] * 300], params, use_tqdm=False)
+
+
+@pytest.mark.case("NUM-11")
+@pytest.mark.parametrize(
+    ("asked", "effective"), [("auto", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")]
+)
+def test_the_effective_dtype_is_logged(
+    tiny_model: str, asked: str, effective: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm_lite")
+    LLM(tiny_model, dtype=asked, num_threads=1, max_model_len=64).close()
+    assert f"cpu, {effective}, max_model_len 64" in caplog.text
+
+
 def test_max_new_tokens_is_the_default_length(tiny_model: str, tmp_path: Path) -> None:
     model = changed_copy(tiny_model, tmp_path / "model", generation_config={"max_new_tokens": 5})
     with LLM(model, num_threads=1, max_model_len=64) as llm:

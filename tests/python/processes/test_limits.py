@@ -1,5 +1,8 @@
-"""A server with little room, of a model that fails: what one request meets, the others do not."""
+"""A server with little room, of a model that fails and has no chat template: what one request
+meets, the others do not.
+"""
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,6 +29,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     weights = load_file(model / "model.safetensors")
     weights["model.embed_tokens.weight"][POISON] = float("nan")
     save_file(weights, model / "model.safetensors", {"format": "pt"})
+    fields = json.loads((model / "tokenizer_config.json").read_text())
+    del fields["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(fields))
     options = (
         "--threads", "1", "--max-model-len", str(MAX_MODEL_LEN), "--block-size", str(BLOCK),
         "--kv-cache-memory", str(POOL_BLOCKS * block_bytes(BLOCK)), "--max-num-seqs", "8",
@@ -61,6 +67,16 @@ def test_prompts_at_the_limit_of_the_context(http: httpx.Client, streamed: bool)
             assert answer["choices"][0]["finish_reason"] == "length"
         *_, last, done = other
     assert done == "[DONE]" and last["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.case("NUM-18")
+def test_without_a_chat_template_chat_says_how_to_give_one(http: httpx.Client) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "the dog"}]}
+    for streamed in (False, True):
+        answer = http.post("/v1/chat/completions", json={**body, "stream": streamed})
+        assert answer.status_code == 400
+        assert "--chat-template" in answer.json()["error"]["message"]
+    assert post(http, prompt="the dog", max_tokens=3).status_code == 200
 
 
 def ended(http: httpx.Client) -> dict[str, float]:
