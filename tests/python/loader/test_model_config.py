@@ -84,7 +84,7 @@ def test_code_in_the_checkpoint_is_not_run(tmp_path: Path) -> None:
         ({"hidden_size": True}, "hidden_size is True"),
         ({"hidden_size": 129}, "hidden_size is 129"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3.*num_attention_heads"),
-        ({"head_dim": 40}, "head_dim is 40; supported: 64"),
+        ({"head_dim": 40}, "head_dim is 40; supported: 32, 64"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
@@ -219,6 +219,13 @@ def test_fields_as_transformers_reads_them(family: str, dtype: torch.dtype, tmp_
     assert config.max_position_embeddings == expected.max_position_embeddings
     assert config.tie_word_embeddings == expected.tie_word_embeddings
     assert resolve_dtype_name("auto", config) == str(dtype).removeprefix("torch.")
+
+
+def test_heads_of_32_are_for_the_cpu_alone(tmp_path: Path) -> None:
+    model = read(tmp_path, head_dim=32)
+    assert EngineConfig(device="cpu").resolve(model).device == "cpu"
+    with pytest.raises(ValueError, match="head_dim 32 is not supported on CUDA"):
+        EngineConfig(device="cuda").resolve(model)
 
 
 @pytest.mark.case("NUM-11")

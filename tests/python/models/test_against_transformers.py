@@ -65,10 +65,11 @@ def test_sequences_in_one_step_do_not_mix(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("NUM-10")
-def test_head_size_is_read_and_not_derived_from_hidden_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize("head_size", [32, 64])
+def test_head_size_is_read_and_not_derived_from_hidden_size(head_size: int, tmp_path: Path) -> None:
     """head_dim used to be taken as hidden_size / heads (24 here)."""
     config = {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    check(make_model("llama", **config), tmp_path, length=20, chunks=[15])
+    check(make_model("llama", head_dim=head_size, **config), tmp_path, length=20, chunks=[15])
 
 
 ROPES: dict[str, dict[str, Any]] = {
