@@ -94,7 +94,8 @@ class Engine:
         tokenizer.max_tokens = max_model_len
         if config.chat_template is not None:
             tokenizer.chat_template = load_chat_template(config.chat_template)
-        ends = (*model_config.eos_token_ids, *tokenizer.eos_token_ids)
+        # The tokenizer's own first: make_add_request.
+        ends = (*tokenizer.eos_token_ids, *model_config.eos_token_ids)
         self._eos_token_ids = tuple(dict.fromkeys(ends))
         self.client = client
         self.max_model_len = max_model_len

@@ -211,7 +211,7 @@ class Metrics:
 
 
 class RequestWatch:
-    """Follows one engine request. A request that was refused before any output is not counted."""
+    """Follows one engine request. Of one that the engine refused, ``finish`` is not called."""
 
     __slots__ = ("_began", "_has_output", "_last", "_metrics", "_prompt_tokens", "_stream")
 
@@ -248,8 +248,6 @@ class RequestWatch:
 
     @_harmless
     def finish(self, reason: str) -> None:
-        if reason == "error" and not self._has_output:
-            return  # refused
         self._metrics.ended[reason].inc()
         if reason in ("stop", "length"):
             self._metrics.e2e_latency.observe(time.perf_counter() - self._began)

@@ -105,6 +105,8 @@ def make_add_request(
 ) -> AddRequest:
     """The message that starts a request. A request without a seed gets one from the system's
     randomness.
+
+    eos_token_ids: each of them ends an output; the first without a stop reason.
     """
     ignores_eos = params.ignore_eos and params.structured_outputs is None
     eos = [] if ignores_eos else list(eos_token_ids)
@@ -137,7 +139,7 @@ def make_add_request(
         bias_values=[float(value) for value in bias.values()],
         allowed_ids=list(dict.fromkeys(params.allowed_token_ids or [])),
         stop_ids=stop_ids,
-        eos_ids=eos,
+        eos_ids=eos[:1],
         stops=stops,
         include_stop=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens,

@@ -189,6 +189,7 @@ def test_token_ids_lie_below_the_width_of_the_logits(name: str, value: Any) -> N
     params.validate_for(1_000_000)
 
 
+@pytest.mark.case("SMP-05")
 def test_added_tokens_are_in_the_vocabulary() -> None:
     """The limit is the width of the logits, which have rows for added tokens."""
     SamplingParams(allowed_token_ids=[49151], stop_token_ids=[49151]).validate_for(49152)

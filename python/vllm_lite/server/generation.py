@@ -242,12 +242,14 @@ class GenerationResponse(Response):
         request_id = job.id if len(job.prompts) == 1 else f"{job.id}-{index}"
         prompt = job.prompts[index]
         watch = self._state.metrics.watch(len(prompt), job.stream)
-        reason = "abort"
+        reason: str | None = "abort"
+        has_output = False
         finished: list[str] = []
         try:
             async with self._running, aclosing(self._start(index, request_id)) as outputs:
                 async for output in outputs:
                     self._has_output = True
+                    has_output = True
                     watch.output(output)
                     for sample in output.outputs:
                         if sample.finish_reason in ("abort", "error"):
@@ -260,11 +262,13 @@ class GenerationResponse(Response):
             if len(finished) != self._n:
                 raise EngineError(f"the engine finished {len(finished)} of {self._n} samples")
             reason = finished[-1]
-        except Exception:
-            reason = "error"
+        except Exception as error:
+            # Before any output all but an EngineError means that the engine did not take it.
+            reason = "error" if has_output or isinstance(error, EngineError) else None
             raise
         finally:
-            watch.finish(reason)
+            if reason is not None:
+                watch.finish(reason)
 
     def _count(self, prompt_index: int, output: RequestOutput) -> None:
         cached = self._cached

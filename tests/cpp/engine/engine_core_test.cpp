@@ -37,6 +37,7 @@ TEST_F(EngineCoreTest, SeedsOfSamplesCarryIntoTheHighWord) {
   run(input);
 }
 
+// USG-06
 TEST_F(EngineCoreTest, CachedTokensAreReported) {
   run(endless(20, 4));
   const RequestInput again = endless(20, 4);
@@ -123,6 +124,7 @@ TEST_F(EngineCoreTest, SubmitThrowsWhatNobodyCouldBeTold) {
   EXPECT_FALSE(core().has_work());
 }
 
+// ABT-05
 TEST_F(EngineCoreTest, FullQueueRefusesAllSamplesAndKeepsNothing) {
   config_.scheduler.max_num_seqs = 2;
   config_.scheduler.max_num_waiting = 5;
@@ -169,7 +171,7 @@ TEST_F(EngineCoreTest, KeyMayBeUsedAgainOnceItsRequestIsGone) {
   engine().expect_solo(input);
 }
 
-// --- aborts (ABT-01, ABT-05) -------------------------------------------------------------------
+// --- aborts ------------------------------------------------------------------------------------
 
 TEST_F(EngineCoreTest, AbortBeforeItWasSeenGivesNothing) {
   const RequestInput input = endless(5, 5);
@@ -190,6 +192,7 @@ TEST_F(EngineCoreTest, AbortOfUnknownAndFinishedKeysIsNothing) {
   EXPECT_FALSE(core().has_work());
 }
 
+// ABT-01
 TEST_F(EngineCoreTest, AbortWhileRunningFreesItsBlocksInTheNextStep) {
   const RequestInput aborted = endless(30, 50, 1), other = endless(5, 20, 2);
   core().submit(aborted);
@@ -228,6 +231,7 @@ TEST_F(EngineCoreTest, AbortWhileAFailingStepIsInFlight) {
   EXPECT_EQ(engine().sample(input.key).finish_reason, "error");
 }
 
+// ABT-05
 TEST_F(EngineCoreTest, AbortWhileWaitingForBlocksThatACachedPrefixHas) {
   config_.cache.num_blocks = 16;
   config_.scheduler.max_model_len = 64;
@@ -284,8 +288,9 @@ TEST_F(EngineCoreTest, AbortIsSeenInTheStatsThoughNothingRuns) {
   EXPECT_FALSE(core().take_outputs(0).has_value());
 }
 
-// --- failures (STR-03, WRK-03, KVA-03) ---------------------------------------------------------
+// --- failures ----------------------------------------------------------------------------------
 
+// WRK-03, KVA-03
 TEST_F(EngineCoreTest, FailedStepEndsItsOwnRequestsOnly) {
   config_.scheduler.max_num_seqs = 2;
   const RequestInput first = endless(5, 20, 1), second = endless(5, 20, 2);
@@ -395,8 +400,9 @@ TEST_F(EngineCoreTest, SlowClientGetsEverythingInOneMessage) {
   engine().expect_solo(quick);
 }
 
-// --- nothing is kept (KVA-01) ------------------------------------------------------------------
+// --- nothing is kept ---------------------------------------------------------------------------
 
+// KVA-01
 TEST_F(EngineCoreTest, ThousandsOfRequestsOfAllKindsLeaveNothing) {
   config_.scheduler.max_num_waiting = 40;
   config_.cache.num_blocks = 40;

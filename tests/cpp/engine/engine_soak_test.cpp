@@ -220,6 +220,7 @@ void soak(const Vocabulary& vocabulary, bool is_async) {
   }
 }
 
+// SCH-05
 TEST(EngineSoak, ByteLevel) { soak(byte_level_vocabulary(), false); }
 TEST(EngineSoak, ByteFallback) { soak(byte_fallback_vocabulary(), false); }
 TEST(EngineSoak, Asynchronous) { soak(byte_level_vocabulary(), true); }

@@ -42,7 +42,7 @@ def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def ascii_ids(llm: LLM) -> list[int]:
-    tokens = ((i, llm.get_tokenizer().token_bytes(i)) for i in range(VOCAB_SIZE))
+    tokens = ((i, llm.get_tokenizer().token_bytes(i)) for i in range(EOS + 1, VOCAB_SIZE))
     return [i for i, data in tokens if data and all(32 < byte < 127 for byte in data)]
 
 
@@ -146,6 +146,7 @@ def test_seeds_repeat_and_differ(llm: LLM) -> None:
     assert len({tuple(sample(None)) for _ in range(4)}) == 4
 
 
+@pytest.mark.case("STP-03", "STP-05")
 def test_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     params = greedy(allowed_token_ids=ascii_ids(llm), max_tokens=40)
     text = run(llm, "The", params)[0].outputs[0].text
@@ -160,6 +161,7 @@ def test_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     assert run(llm, "The", kept)[0].outputs[0].text == text[: end + len(stop)]
 
 
+@pytest.mark.case("STP-03", "STP-05")
 def test_stop_token_and_eos(llm: LLM) -> None:
     plain = ids_of(run(llm, "The"))[0]
     stop = plain[6]
@@ -172,6 +174,66 @@ def test_stop_token_and_eos(llm: LLM) -> None:
     assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
     minimum = SamplingParams(temperature=0, logit_bias={EOS: 100}, max_tokens=5, min_tokens=3)
     assert run(llm, "The", minimum)[0].outputs[0].token_ids[3:] == [EOS]
+
+
+@pytest.mark.case("STP-06")
+def test_a_stop_string_before_min_tokens_is_ignored_and_a_later_one_stops(llm: LLM) -> None:
+    options = {"allowed_token_ids": ascii_ids(llm), "repetition_penalty": 1.1, "max_tokens": 60}
+    plain = ids_of(run(llm, "test/", greedy(**options)))[0]
+    pieces = [llm.get_tokenizer().token_bytes(token).decode() for token in plain]
+    early = set("".join(pieces[:19]))
+    end = next(i for i in range(19, 60) if early & set(pieces[i]))
+    stop = next(character for character in pieces[end] if character in early)
+    for n in (1, 2):
+        params = greedy(**options, stop=[stop], min_tokens=20, n=n)
+        for sample in run(llm, "test/", params)[0].outputs:
+            assert sample.token_ids == plain[: end + 1] and len(sample.token_ids) >= 20
+            assert sample.text == "".join(pieces[:end]) + pieces[end].partition(stop)[0]
+            assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
+
+
+@pytest.mark.case("STP-06")
+def test_stop_ids_and_eos_are_masked_before_min_tokens(llm: LLM) -> None:
+    for stop, options in (
+        (7, {"stop_token_ids": [7]}),
+        (EOS, {"ignore_eos": False}),
+    ):
+        params = greedy(logit_bias={stop: 100}, min_tokens=20, max_tokens=40, **options)
+        sample = run(llm, "test/", params)[0].outputs[0]
+        assert len(sample.token_ids) == 21 and sample.token_ids.index(stop) == 20
+        assert sample.finish_reason == "stop"
+
+
+@pytest.mark.case("STP-08")
+@pytest.mark.parametrize("included", [True, False])
+def test_a_stop_across_two_tokens_keeps_one_entry_of_logprobs_per_token(
+    llm: LLM, included: bool
+) -> None:
+    options = {"allowed_token_ids": ascii_ids(llm), "repetition_penalty": 1.1, "max_tokens": 40}
+    plain = ids_of(run(llm, "The", greedy(**options)))[0]
+    pieces = [llm.get_tokenizer().token_bytes(token).decode() for token in plain]
+    text = "".join(pieces)
+    # The last character of one token and the first of the next, which nothing before them makes.
+    end, stop = next(
+        (i + 1, pair)
+        for i in range(5, 39)
+        if text.find(pair := pieces[i][-1] + pieces[i + 1][0]) == len("".join(pieces[: i + 1])) - 1
+    )
+    for kind in RequestOutputKind:
+        params = greedy(
+            **options, logprobs=1, stop=stop, include_stop_str_in_output=included, output_kind=kind
+        )
+        llm.engine.add_request("a", "The", params)
+        outputs = [output.outputs[0] for output in drain(llm.engine)["a"]]
+        if kind is not RequestOutputKind.DELTA:
+            outputs = outputs[-1:]
+        ids = [token for output in outputs for token in output.token_ids]
+        logprobs = [entry for output in outputs for entry in output.logprobs]
+        assert ids == plain[: end + 1] and len(logprobs) == len(ids)
+        assert all(token in entry for token, entry in zip(ids, logprobs, strict=True))
+        expected = text[: text.index(stop) + (len(stop) if included else 0)]
+        assert "".join(output.text for output in outputs) == expected
+        assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", stop)
 
 
 def test_min_tokens_beyond_the_context_is_cut_with_max_tokens(llm: LLM) -> None:
@@ -209,12 +271,14 @@ def test_logprobs_have_the_chosen_token_and_the_likeliest(llm: LLM) -> None:
 # --- what is refused ------------------------------------------------------------------------------
 
 
+@pytest.mark.case("LEN-01", "LEN-05")
 @pytest.mark.parametrize("length", [254, 255])
 def test_prompt_that_leaves_room_for_a_token_runs(llm: LLM, length: int) -> None:
     sample = run(llm, [5] * length)[0].outputs[0]
     assert len(sample.token_ids) == 256 - length and sample.finish_reason == "length"
 
 
+@pytest.mark.case("LEN-01")
 @pytest.mark.parametrize("length", [256, 257, 10000])
 def test_prompt_over_the_limit_names_limit_prompt_and_output(llm: LLM, length: int) -> None:
     with pytest.raises(ValueError, match=f"{length} tokens.*max_tokens 12.*max_model_len is 256"):
@@ -484,6 +548,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.case("SMP-08")
 def test_mixed_requests_equal_their_solo_runs(llm: LLM) -> None:
     params = [greedy(**options) for options in MIXED]
     together = run(llm, PROMPTS, params)
@@ -491,20 +556,24 @@ def test_mixed_requests_equal_their_solo_runs(llm: LLM) -> None:
         assert ids_of([output]) == ids_of(run(llm, prompt, param)), param
 
 
+@pytest.mark.case("SMP-06")
 def test_a_row_keeps_nothing_of_the_request_before_it(tiny_model: str) -> None:
+    """The first request uses a row for a short time; the last gets it while the second runs on."""
+    first, second, third = PROMPTS[:3]
     with LLM(tiny_model, num_threads=1, max_num_seqs=2) as two_rows:
-        alone = {p: ids_of(run(two_rows, p))[0] for p in PROMPTS}
-        for options in MIXED:
-            # The first uses a row for a short time; the last gets it while the second runs on.
-            params = [greedy(**{**options, "max_tokens": 5, "n": 1}), GREEDY, GREEDY, GREEDY]
-            outputs = run(two_rows, PROMPTS[:4], params)
-            for output, prompt in list(zip(outputs, PROMPTS, strict=False))[1:]:
-                assert ids_of([output])[0] == alone[prompt], options
+        for after in MIXED:
+            params = greedy(**after)
+            alone = [ids_of(run(two_rows, prompt, params)) for prompt in (second, third)]
+            for before in MIXED:
+                short = greedy(**{**before, "max_tokens": 5, "n": 1})
+                outputs = run(two_rows, [first, second, third], [short, params, params])
+                assert [ids_of([output]) for output in outputs[1:]] == alone, (before, after)
 
 
 # --- failures -------------------------------------------------------------------------------------
 
 
+@pytest.mark.case("WRK-03")
 def test_a_failed_step_ends_its_requests_and_others_go_on(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -543,6 +612,7 @@ def drained_ids(engine: Engine, name: str) -> list[int]:
     return drain(engine)[name][-1].outputs[0].token_ids
 
 
+@pytest.mark.case("WRK-03")
 def test_llm_returns_the_others_when_one_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_lite.worker.worker import Worker
 
