@@ -331,7 +331,7 @@ TEST_F(EngineCoreTest, WhatIsNoResultFailsTheStepAndThrows) {
       [&](uint64_t step) { return make_result(step, {row(3), row(4)}, 2); },
       [&](uint64_t step) { return make_result(step, {row(3)}, 1); },
       [&](uint64_t step) { return make_result(step, {row(3)}, -1); },
-      [&](uint64_t step) { return make_result(step, {row(-2)}, 2); },
+      [&](uint64_t step) { return make_result(step, {row(-3)}, 2); },
       [&](uint64_t step) { return make_result(step - 1, {}, -1, "late"); },
       [&](uint64_t step) {
         auto words = make_result(step, {row(3)}, 2);
