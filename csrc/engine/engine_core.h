@@ -18,7 +18,8 @@
 //
 // Invariant "all out": each sequence of an accepted request gives exactly one output with a
 // finish_reason, its last, unless the request is aborted or the engine stopped. The texts of its
-// outputs joined are what the tokenizer decodes from its tokens, up to where it ends.
+// outputs joined are what the tokenizer decodes from its tokens, up to where it ends. A beam search
+// gives as many as it is wide, or one if it fails.
 #pragma once
 
 #include <chrono>
@@ -35,6 +36,7 @@
 #include <vector>
 
 #include "cache/kv_cache_manager.h"
+#include "engine/beam_search.h"
 #include "engine/detokenizer.h"
 #include "engine/output_writer.h"
 #include "engine/stop_matcher.h"
@@ -66,6 +68,11 @@ struct RequestInput {
   std::vector<std::string> stops;
   bool include_stop_in_output = false;
   bool skip_special_tokens = true;
+  // With a width the request is one beam search, and num_samples is 1. sampling.row.num_logprobs is
+  // how many tokens after each beam are looked at (see BeamSearch::Continuations); nothing else of
+  // the sampling parameters but stop_ids has a say, and stops are empty. Its outputs come all
+  // together when the search has ended, sample i being the i-th best sequence, with logprobs.
+  BeamSearchParams beam_search;
 };
 
 struct EngineCoreConfig {
@@ -144,6 +151,8 @@ class EngineCore {
   void absorb_scores(const Step& step, const StepResultView& result);
   void end_prompt(Stream& stream, std::span<const float> vector);
   void add_prompt_logprobs(SequenceOutput& output, const Stream& stream) const;
+  void advance_search(const Stream& beam, const StepResultView& result, int32_t row);
+  void finish_search(Request& request);
   void end_with_error(Stream& stream, std::string_view message);
   void finish_stream(Stream& stream);
   void reap();
@@ -167,7 +176,10 @@ class EngineCore {
   std::vector<RequestKey> finished_;             // to be taken out by reap()
   std::vector<std::unique_ptr<Request>> ended_;  // taken out, but a step in flight points to them
   std::string piece_, text_;                     // scratch
-  std::vector<OutputWriter> news_;               // per client, until publish_outputs()
+  std::vector<BeamSearch::Continuations> continuations_;  // scratch
+  std::vector<Scheduler::NextBeam> next_beams_;           // scratch
+  std::vector<BeamSearch::Token> hypothesis_;             // scratch
+  std::vector<OutputWriter> news_;                        // per client, until publish_outputs()
 
   std::mutex inbox_mutex_;
   std::condition_variable inbox_filled_;

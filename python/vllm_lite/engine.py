@@ -20,6 +20,7 @@ from vllm_lite.requests import (
     PoolingState,
     Prompt,
     RequestState,
+    check_beam_width,
     check_prompt_ids,
     make_add_request,
     tokenize_prompt,
@@ -155,9 +156,12 @@ class Engine:
             return text, ids, salt
         check_prompt_ids(ids, params.max_tokens, vocab_size, self.max_model_len)
         params.validate_for(vocab_size, self._eos_token_ids)
-        if params.n > self.config.max_num_waiting:
+        if params.use_beam_search:
+            check_beam_width(params.n, self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        elif params.num_samples > self.config.max_num_waiting:
+            name = "n" if params.best_of is None else "best_of"
             raise ValueError(
-                f"n is {params.n}, and all samples wait at once: max_num_waiting is "
+                f"{name} is {params.num_samples}, and all samples wait at once: max_num_waiting is "
                 f"{self.config.max_num_waiting}"
             )
         return text, ids, salt

@@ -11,6 +11,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from vllm_lite.engine import AnyOutput, Engine, Params
 from vllm_lite.errors import EngineDeadError, EngineError
 from vllm_lite.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
     PoolingRequestOutput,
     RequestOutput,
     ScoringOutput,
@@ -18,7 +20,7 @@ from vllm_lite.outputs import (
 )
 from vllm_lite.pooling_params import PoolingParams
 from vllm_lite.requests import Prompt
-from vllm_lite.sampling_params import RequestOutputKind, SamplingParams
+from vllm_lite.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm_lite.scoring import pair_up, score_of, score_params, score_prompt
 from vllm_lite.tokenizer import Tokenizer
 
@@ -151,6 +153,42 @@ class LLM:
             )
         return scored
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The ``beam_width`` best sequences of a beam search for each prompt, best first.
+
+        prompts: as for ``generate``. Raises what ``generate`` raises, and ``EngineError`` if a
+        search failed while it ran.
+        """
+        sampling_params = params.sampling_params()
+        decode = self.engine.tokenizer.decode
+        results = []
+        for output in self.generate(prompts, sampling_params, use_tqdm):
+            if output.error is not None:
+                raise EngineError(output.error)
+            sequences = []
+            for beam in output.outputs:
+                tokens = output.prompt_token_ids + beam.token_ids
+                hides_last = beam.finish_reason == "stop" and not params.include_stop_str_in_output
+                sequences.append(
+                    BeamSearchSequence(
+                        tokens=tokens,
+                        logprobs=beam.logprobs or [],
+                        cum_logprob=beam.cumulative_logprob or 0.0,
+                        text=decode(
+                            tokens[:-1] if hides_last else tokens, skip_special_tokens=False
+                        ),
+                        finish_reason=beam.finish_reason,
+                        stop_reason=beam.stop_reason,
+                    )
+                )
+            results.append(BeamSearchOutput(sequences))
+        return results
+
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
@@ -203,6 +241,7 @@ class LLM:
                 text, token_ids, salt = self.engine.check_request(prompt, param)
                 checked.append({"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt})
             in_flight = 0  # samples
+            samples_of: dict[str, int] = {}
             while waiting or self.engine.has_unfinished_requests():
                 while waiting and (
                     in_flight == 0
@@ -215,15 +254,15 @@ class LLM:
                         final = replace(final, output_kind=RequestOutputKind.FINAL_ONLY)
                     self.engine.add_request(ids[index], checked[index], final, priorities[index])
                     in_flight += num_samples(final)
+                    samples_of[ids[index]] = num_samples(final)
                 if self._closed:
                     raise EngineDeadError("the engine was closed while it was generating")
                 for output in self.engine.step():
                     results[output.request_id] = output
+                    in_flight -= samples_of.pop(output.request_id)
                     if isinstance(output, RequestOutput):
-                        in_flight -= len(output.outputs)
                         num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
                     else:
-                        in_flight -= 1
                         num_tokens += len(output.prompt_token_ids)
                     bar.update()
                     if elapsed := bar.format_dict["elapsed"]:
@@ -237,7 +276,7 @@ class LLM:
 
 
 def num_samples(params: Params) -> int:
-    return params.n if isinstance(params, SamplingParams) else 1
+    return params.num_samples if isinstance(params, SamplingParams) else 1
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

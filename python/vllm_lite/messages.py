@@ -50,6 +50,9 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add"):
     num_prompt_logprobs: int = -1
     prompt_logprobs_start: int = 0
     pooling: str = ""  # or LAST, MEAN
+    beam_width: int = 0  # none
+    length_penalty: float = 1.0
+    early_stopping: str = "no"  # or yes, never
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag="abort"):

@@ -94,6 +94,25 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class BeamSearchSequence:
+    """One sequence of a beam search. ``tokens`` and ``text`` begin with the prompt's, as vLLM's do;
+    ``tokens`` ends with the token that ended it.
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]  # of the output tokens
+    cum_logprob: float
+    text: str
+    finish_reason: str | None  # "stop", "length"
+    stop_reason: int | str | None  # the stop token's id; None for EOS
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    sequences: list[BeamSearchSequence]  # best first
+
+
+@dataclass(slots=True)
 class RequestOutput:
     request_id: str
     prompt: str | None

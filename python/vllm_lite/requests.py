@@ -28,7 +28,12 @@ from vllm_lite.outputs import (
     decode_position,
 )
 from vllm_lite.pooling_params import PoolingParams
-from vllm_lite.sampling_params import RequestOutputKind, SamplingParams, check_unicode
+from vllm_lite.sampling_params import (
+    MAX_LOGPROBS,
+    RequestOutputKind,
+    SamplingParams,
+    check_unicode,
+)
 from vllm_lite.tokenizer import Tokenizer
 
 # Text, token ids, or vLLM's dictionaries {"prompt": text} and {"prompt_token_ids": ids}.
@@ -93,6 +98,20 @@ def check_prompt_ids(
             )
 
 
+def check_beam_width(width: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """``ValueError`` unless so many sequences may run at once."""
+    name, limit = min(
+        ("max_num_seqs", max_num_seqs),
+        ("max_num_batched_tokens", max_num_batched_tokens),
+        key=lambda item: item[1],
+    )
+    if width > limit:
+        raise ValueError(
+            f"n (beam_width) is {width}, and the beams of a search run together: {name} is {limit};"
+            f" ask for fewer beams or raise {name}"
+        )
+
+
 def make_add_request(
     key: int,
     prompt_ids: Sequence[int],
@@ -117,10 +136,16 @@ def make_add_request(
     bias = params.logit_bias or {}
     # Without double entries, so that the size of a step's plan has a bound.
     stop_ids = list(dict.fromkeys([*eos, *(params.stop_token_ids or [])]))
+    num_logprobs = -1 if params.logprobs is None else params.logprobs
+    if params.use_beam_search:
+        # Of the likeliest tokens after a beam so many may be stops, and so many go on.
+        num_logprobs = min(params.n + len(stop_ids), MAX_LOGPROBS)
+    elif params.gives_one_output:
+        num_logprobs = max(num_logprobs, 0)
     return AddRequest(
         key=key,
         prompt=array("i", prompt_ids).tobytes(),
-        n=params.n,
+        n=1 if params.use_beam_search else params.num_samples,
         priority=priority,
         max_tokens=max_tokens,
         min_tokens=min(params.min_tokens, max_tokens),
@@ -133,7 +158,7 @@ def make_add_request(
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        num_logprobs=num_logprobs,
         seed=seed,
         bias_ids=[int(token) for token in bias],
         bias_values=[float(value) for value in bias.values()],
@@ -146,6 +171,9 @@ def make_add_request(
         constraint=_constraint(params, stop_ids, eos, tokenizer),
         num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         prompt_logprobs_start=params.prompt_logprobs_start,
+        beam_width=params.n if params.use_beam_search else 0,
+        length_penalty=params.length_penalty,
+        early_stopping={False: "no", True: "yes", "never": "never"}[params.early_stopping],
     )
 
 
@@ -211,8 +239,9 @@ class RequestState:
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
         self._tokenizer = tokenizer
-        self._samples = [_Sample() for _ in range(params.n)]
-        self.num_samples = self._num_unfinished = params.n
+        self._samples = [_Sample() for _ in range(params.num_samples)]
+        self.num_samples = self._num_unfinished = params.num_samples
+        self._kind = RequestOutputKind.FINAL_ONLY if params.gives_one_output else params.output_kind
         self._num_cached_tokens = 0
         self._prompt_logprobs: PromptLogprobs | None = None
         self._awaits_prompt = params.prompt_logprobs is not None
@@ -233,22 +262,23 @@ class RequestState:
             )
         logprobs = None
         if output.logprobs is not None:
-            logprobs = self._decode_logprobs(output.token_ids, output.logprobs)
+            if self.params.logprobs is not None:
+                logprobs = self._decode_logprobs(output.token_ids, output.logprobs)
             for entry in output.logprobs:
                 sample.cumulative_logprob += entry.logprob
         if output.finish_reason is not None:
             sample.finish_reason = output.finish_reason
             sample.stop_reason = output.stop_reason
             self._num_unfinished -= 1
-        if self.params.output_kind is RequestOutputKind.DELTA:
+        if self._kind is RequestOutputKind.DELTA:
             made = self._delta(output, logprobs, sample.cumulative_logprob)
             return self._behind_the_prompt(made) if self._awaits_prompt else made
         sample.text += output.text
         sample.token_ids += output.token_ids
         sample.logprobs += logprobs or []
-        if self.params.output_kind is RequestOutputKind.FINAL_ONLY and not self.finished:
+        if self._kind is RequestOutputKind.FINAL_ONLY and not self.finished:
             return None
-        return self._output(list(enumerate(self._samples)))
+        return self._output(self._best())
 
     def _behind_the_prompt(self, made: RequestOutput) -> RequestOutput | None:
         """Nothing comes before the prompt's log-probabilities, which sample 0 brings: what another
@@ -270,8 +300,8 @@ class RequestState:
                 sample.finish_reason = finish_reason
                 ended.append((index, sample))
         self._num_unfinished = 0
-        if self.params.output_kind is not RequestOutputKind.DELTA:
-            ended = list(enumerate(self._samples))
+        if self._kind is not RequestOutputKind.DELTA:
+            ended = self._best()
         output = self._output(ended)
         output.error = error
         return output
@@ -302,8 +332,16 @@ class RequestState:
             self._num_cached_tokens,
         )
 
+    def _best(self) -> list[tuple[int, _Sample]]:
+        """The n samples that are given, with their indices."""
+        samples = self._samples
+        if len(samples) > self.params.n:
+            samples = sorted(samples, key=lambda sample: -sample.cumulative_logprob)
+        return list(enumerate(samples[: self.params.n]))
+
     def _output(self, samples: list[tuple[int, _Sample]]) -> RequestOutput:
         wants_logprobs = self.params.logprobs is not None
+        wants_sum = wants_logprobs or self.params.gives_one_output
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
@@ -314,7 +352,7 @@ class RequestState:
                     text=sample.text,
                     # A caller may keep an output: it must not grow behind its back.
                     token_ids=list(sample.token_ids),
-                    cumulative_logprob=sample.cumulative_logprob if wants_logprobs else None,
+                    cumulative_logprob=sample.cumulative_logprob if wants_sum else None,
                     logprobs=list(sample.logprobs) if wants_logprobs else None,
                     finish_reason=sample.finish_reason,
                     stop_reason=sample.stop_reason,

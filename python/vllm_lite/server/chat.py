@@ -75,7 +75,7 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "ChatRenderer"]:
     refuse_unsupported(request)
     _refuse_tool_use(request)
     logprobs = _logprobs(request)
-    check_choices(state, 1, request.n or 1, "n")
+    check_choices(state, request, 1, "messages")
     token_ids = _encode(state, request)
     length = output_length(
         request,

@@ -44,7 +44,7 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "CompletionRenderer"]
     model = served_name(engine, request.model)
     refuse_unsupported(request)
     prompts = split_prompts(request.prompt, "prompt")
-    check_choices(state, len(prompts), request.n or 1, "n" if request.n else "prompt")
+    check_choices(state, request, len(prompts), "prompt")
     special = request.add_special_tokens is not False
     try:
         token_ids = [

@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 from vllm_lite.sampling_params import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PENALTY,
@@ -115,16 +116,19 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
 
-    best_of: Positive | None = None  # only equal to n
+    best_of: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None  # n or more; not streamed
+    use_beam_search: bool | None = None  # of width n; not streamed
+    length_penalty: Annotated[float, Meta(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = (
+        None
+    )
+    early_stopping: bool | Literal["never"] | None = None
     cache_salt: Unsupported = None
     kv_transfer_params: Unsupported = None
-    length_penalty: Unsupported = None
     logits_processors: Unsupported = None
     return_token_ids: Unsupported = None
     spaces_between_special_tokens: Unsupported = None
     structural_tag: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
-    use_beam_search: Unsupported = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -207,14 +211,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "return_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
 

@@ -28,6 +28,10 @@ from vllm_lite.server.state import ServerState
 # Fields of one name and meaning on both sides; null takes the model's default, then the class's.
 _SAME = (
     "n",
+    "best_of",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
     "temperature",
     "top_p",
     "top_k",
@@ -79,13 +83,6 @@ def refuse_unsupported(request: GenerationRequest) -> None:
             " logprobs",
             "prompt_logprobs",
         )
-    n = request.n or 1
-    if request.best_of is not None and request.best_of != n:
-        raise bad_request(
-            f"best_of: {request.best_of} is not supported; it must equal n ({n}) or be left out",
-            "best_of",
-            "unsupported_parameter",
-        )
     if request.stream_options is not None:
         if not request.stream:
             raise bad_request("stream_options: allowed only with stream true", "stream_options")
@@ -112,8 +109,13 @@ def served_name(engine: EngineLike, asked: str | None) -> str:
     return asked
 
 
-def check_choices(state: ServerState, prompts: int, n: int, param: str) -> None:
+def check_choices(
+    state: ServerState, request: GenerationRequest, prompts: int, prompt_param: str
+) -> None:
     """All choices wait at once, so that more than the queue holds could never be served."""
+    n_name = "n" if request.best_of is None else "best_of"
+    n = getattr(request, n_name) or 1
+    param = prompt_param if n == 1 else n_name
     limits = {
         "max_choices": state.options.max_choices,
         "max_num_waiting": state.engine.config.max_num_waiting,
@@ -121,8 +123,8 @@ def check_choices(state: ServerState, prompts: int, n: int, param: str) -> None:
     name = min(limits, key=lambda name: limits[name])
     if prompts * n > limits[name]:
         raise bad_request(
-            f"{param}: {prompts} prompts x n={n} are {prompts * n} choices; this server's limit is"
-            f" {limits[name]} ({name})",
+            f"{param}: {prompts} prompts x {n_name}={n} are {prompts * n} choices; this server's"
+            f" limit is {limits[name]} ({name})",
             param,
         )
 
@@ -140,7 +142,8 @@ def sampling_params(
     defaults = engine.model_config.generation_defaults
     for name in _SAME:
         value = getattr(request, name)
-        if value is None and name in _MODEL_DEFAULTS:
+        # Those of the model are about sampling, and a beam search samples nothing.
+        if value is None and name in _MODEL_DEFAULTS and not request.use_beam_search:
             value = defaults.get(name)
         if value is not None:
             fields[name] = value

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -182,13 +183,20 @@ class FakeWorker {
     }
     take_in(plan);
     num_copies += plan.header().num_block_copies;
+    std::set<BlockId> copied;
     for (size_t i = 0; i < plan.copies().size(); i += 2) {
+      EXPECT_TRUE(copied.insert(plan.copies()[i + 1]).second) << "two copies to one block";
+    }
+    for (size_t i = 0; i < plan.copies().size(); i += 2) {
+      EXPECT_FALSE(copied.contains(plan.copies()[i])) << "a copy's source is a destination";
       for (int32_t offset = 0; offset < block_size_; ++offset) {
         slot(int64_t{plan.copies()[i + 1]} * block_size_ + offset) =
             slot(int64_t{plan.copies()[i]} * block_size_ + offset);
       }
     }
+    std::set<int64_t> written;
     for (int32_t i = 0; i < plan.header().num_tokens; ++i) {
+      EXPECT_TRUE(written.insert(plan.slot(i)).second) << "slot written twice";
       const auto at = static_cast<size_t>(i);
       const TokenId token = plan.token_ids()[at];
       num_placeholders += token < 0;

@@ -205,4 +205,60 @@ inline Sample solo_run(const RequestInput& input, int32_t sample_index,
   return sample;
 }
 
+// The samples of a beam search, best first; one that failed has an error alone.
+inline std::vector<Sample> solo_beam_search(const RequestInput& input, const Vocabulary& vocabulary,
+                                            int32_t max_model_len, int32_t window = 0) {
+  SamplingParams params = input.sampling;
+  const auto num_prompt = static_cast<int32_t>(input.prompt.size());
+  params.row.num_prompt_tokens = num_prompt;
+  BeamSearch search(input.beam_search, std::min(input.max_tokens, max_model_len - num_prompt),
+                    params.stop_ids);
+  Sample failed;
+  failed.finish_reason = "error";
+  std::vector<std::vector<TokenId>> running = {input.prompt};
+  while (!search.done()) {
+    std::vector<Sampled> sampled;
+    std::vector<BeamSearch::Continuations> after;
+    for (const std::vector<TokenId>& tokens : running) {
+      const int32_t first = first_visible(static_cast<int32_t>(tokens.size()) - 1, window);
+      sampled.push_back(
+          sample_next(std::span(tokens).subspan(static_cast<size_t>(first)), first, params));
+      if (sampled.back().token == kNoToken) return {failed};
+    }
+    for (const Sampled& row : sampled) {
+      after.push_back({row.logprobs.top_ids, row.logprobs.top_logprobs});
+    }
+    search.advance(after);
+    std::vector<std::vector<TokenId>> next;
+    for (const BeamSearch::Beam& beam : search.beams()) {
+      next.push_back(running[static_cast<size_t>(beam.parent)]);
+      next.back().push_back(beam.token);
+    }
+    running = std::move(next);
+  }
+  if (search.num_hypotheses() < search.width()) return {failed};
+  std::vector<Sample> samples;
+  std::vector<BeamSearch::Token> tokens;
+  for (int32_t i = 0; i < search.width(); ++i) {
+    Sample& sample = samples.emplace_back();
+    search.tokens(i, tokens);
+    for (const BeamSearch::Token& token : tokens) {
+      sample.tokens.push_back(token.id);
+      sample.logprobs.push_back({token.logprob, token.rank, {}, {}});
+    }
+    std::vector<TokenId> visible = sample.tokens;
+    sample.finish_reason = search.ends_with_stop(i) ? "stop" : "length";
+    if (search.ends_with_stop(i)) {
+      const TokenId last = visible.back();
+      if (std::count(input.eos_ids.begin(), input.eos_ids.end(), last) == 0) {
+        sample.stop_token = last;
+      }
+      if (!input.include_stop_in_output) visible.pop_back();
+    }
+    const Decoded text = decode(visible, vocabulary, input.skip_special_tokens);
+    sample.text = text.settled + text.tail;
+  }
+  return samples;
+}
+
 }  // namespace vllm_lite::testing

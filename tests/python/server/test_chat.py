@@ -164,7 +164,6 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"audio": {}}, "audio"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"echo": True}, "echo"),
-        ({"best_of": 3}, "best_of"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

@@ -214,8 +214,6 @@ def test_defaults_come_from_the_model(client: Client) -> None:
     ("field", "value"),
     [
         ("suffix", "x"),
-        ("best_of", 2),
-        ("use_beam_search", True),
         ("truncate_prompt_tokens", 3),
         ("cache_salt", "s"),
         ("logits_processors", ["x"]),

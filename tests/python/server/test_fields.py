@@ -78,7 +78,10 @@ WRONG: dict[str, list[Any]] = {
     "stream_options": [1, "x", [], {}, {"include_usage": 1}, {"include_usage": True}],
     "user": [1, True, [], {}],
     "priority": [*NUMBER, 1.5, 2**31, -(2**31) - 1],
-    "best_of": [*NUMBER, 0, -1, 2],
+    "best_of": [*NUMBER, 0, -1, 1.5, 129],
+    "use_beam_search": [1, "true", [], {}],
+    "length_penalty": [*NUMBER, 2, 10.5, -10.5],
+    "early_stopping": [1, "always", [], {}, True, "never"],
     "prompt": [1, True, {}, [], "", [VOCAB_SIZE]],
     "add_special_tokens": [1, "x", [], {}],
     "messages": [1, "x", {}, [], [1], [{}]],
@@ -100,8 +103,7 @@ def wrong_values(path: str, field: str) -> list[Any]:
         return [1, "true", [], {}]
     values = WRONG.get(field, UNSUPPORTED)
     # Neutral values of fields that are not supported are fine.
-    return [v for v in values if not (v is True and field == "spaces_between_special_tokens")
-            and not (type(v) is int and v == 1 and field == "length_penalty")]  # fmt: skip
+    return [v for v in values if not (v is True and field == "spaces_between_special_tokens")]
 
 
 def fields_of(request: type[GenerationRequest]) -> list[str]:
