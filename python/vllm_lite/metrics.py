@@ -252,6 +252,12 @@ class RequestWatch:
         if reason in ("stop", "length"):
             self._metrics.e2e_latency.observe(time.perf_counter() - self._began)
 
+    def end(self, output: RequestOutput) -> None:
+        """``output`` and ``finish`` for an answer that came whole."""
+        if any(sample.token_ids for sample in output.outputs):
+            self.output(output)
+        self.finish(output.outputs[-1].finish_reason or "error")
+
 
 class _Total:
     """A total that never falls, also when the engine starts again from zero."""
