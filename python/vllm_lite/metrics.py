@@ -229,22 +229,22 @@ class RequestWatch:
         if not self._has_output:
             self._has_output = True
             metrics.prompt_tokens.inc(self._prompt_tokens)
-        tokens = sum(len(sample.token_ids) for sample in output.outputs)
-        if tokens:
-            metrics.generation_tokens.inc(tokens)
-        if not self._stream or not tokens:
-            return
-        now = time.perf_counter()
-        if not self._last:
-            metrics.time_to_first_token.observe(now - self._began)
+        now = time.perf_counter() if self._stream else 0.0
+        tokens = 0
         for sample in output.outputs:
             count = len(sample.token_ids)
             if not count:
                 continue
+            tokens += count
+            if not self._stream:
+                continue
+            if not self._last:
+                metrics.time_to_first_token.observe(now - self._began)
             before = self._last.get(sample.index)
             if before is not None:
                 metrics.inter_token_latency.observe((now - before) / count, count)
             self._last[sample.index] = now
+        metrics.generation_tokens.inc(tokens)
 
     @_harmless
     def finish(self, reason: str) -> None:
