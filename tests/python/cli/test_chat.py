@@ -67,9 +67,20 @@ def test_piped_text_is_the_question(
     assert chat.main(at_server(live)) == 0
     assert conversation(live) == [("user", "two\nlines\n")]
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once"))
-    assert complete.main(at_server(live, "--model", "alias", "--max-tokens", "20")) == 0
+    assert complete.main(at_server(live, "--model", "alias")) == 0
     assert bytes(live.engine.calls[-1].prompt) == b"Once"
+    assert live.engine.calls[-1].params.max_tokens == 128  # the server's own default is 16
     assert capsys.readouterr().out == "Hello, world\n" * 2
+
+
+def test_nothing_piped_is_nothing_to_answer(
+    live: LiveServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for stdin in (io.StringIO(""), None):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert chat.main(at_server(live)) == 1
+        assert "nothing to answer" in capsys.readouterr().err
+    assert live.engine.calls == []
 
 
 def test_typed_conversation_goes_on_after_an_error(

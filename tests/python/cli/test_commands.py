@@ -1,5 +1,6 @@
 """The command line as a whole: what is quick, what is said, and the benchmarks as commands."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import vllm_lite
+from processes.server_process import ServerProcess
 from server.client import LiveServer
 from server.fakes import FakeEngine, Script
 from vllm_lite import bench, cli
@@ -126,8 +128,6 @@ def test_throughput_and_latency_count_what_they_asked_for(
 
 
 def test_serving_benchmark_keeps_its_limits_and_reports_errors() -> None:
-    import asyncio
-
     server = LiveServer(FakeEngine(Script(delay=0.005, ends=False)), ServerOptions())
     engine = server.engine
     most = 0
@@ -150,3 +150,28 @@ def test_serving_benchmark_keeps_its_limits_and_reports_errors() -> None:
         assert refused[0]["error"].startswith("400: ")
     finally:
         server.close()
+
+
+@pytest.mark.slow
+def test_serving_and_start_up_are_measured_on_a_real_server(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = ServerProcess(tmp_path, tiny_model, "--threads", "1", "--served-model-name", "tiny")
+    try:
+        server.wait_ready()
+        load = ["--num-prompts", "4", "--input-len", "8-16", "--output-len", "5"]
+        assert bench.main(["serve", "--url", server.url, *load, "--output-json", "-"]) == 0
+        figures = json.loads(capsys.readouterr().out)
+        assert (figures["model"], figures["requests"], figures["errors"]) == ("tiny", 4, 0)
+        assert [result["output_tokens"] for result in figures["results"]] == [5] * 4
+        assert all(8 <= result["input_tokens"] <= 16 for result in figures["results"])
+        assert figures["ttft_ms"]["p50"] > 0 and figures["decode_bound_tokens_per_s"] > 0
+        assert bench.main(["serve", "--url", server.url, *load, "--model", "other"]) == 1
+        assert "model 'other' is not served there; served: tiny" in capsys.readouterr().err
+    finally:
+        server.close()
+    options = ["--idle-seconds", "0.5", "--output-json", "-"]
+    assert bench.main(["startup", tiny_model, *options]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert 0 < figures["ready_s"] < 120 and 20 < figures["resident_mb"] < 4000
+    assert figures["idle_cpu_percent"] < 50
