@@ -237,11 +237,15 @@ class Engine:
     # --- state ------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """The engine core's state at its last news."""
+        """The engine core's state, at its last news if anything is unfinished."""
         if not self._requests and not self._closed:
             # Nobody calls step() for what comes after the last abort.
             while (news := self.client.receive_now()) is not None:
                 self.process(news)
+        return self.last_stats()
+
+    def last_stats(self) -> EngineStats:
+        """As it was at the last news. Unlike all else, any thread may ask at any time."""
         core = self._core_stats
         return EngineStats(
             num_running=core.num_running,

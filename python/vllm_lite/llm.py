@@ -10,6 +10,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from vllm_lite.engine import AnyOutput, Engine, Params
 from vllm_lite.errors import EngineDeadError, EngineError
+from vllm_lite.metrics import Metric, Metrics, RequestWatch
 from vllm_lite.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -22,6 +23,7 @@ from vllm_lite.pooling_params import PoolingParams
 from vllm_lite.requests import Prompt
 from vllm_lite.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm_lite.scoring import pair_up, score_of, score_params, score_prompt
+from vllm_lite.stats import EngineStats
 from vllm_lite.tokenizer import Tokenizer
 
 Message = dict[str, Any]
@@ -38,6 +40,7 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         with _LoadingBar() as update:
             self.engine = Engine(model, progress=update, **options)
+        self._metrics = Metrics(self.engine.config.served_model_names[0], self._stats)
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._closed = False
@@ -189,6 +192,13 @@ class LLM:
             results.append(BeamSearchOutput(sequences))
         return results
 
+    def get_metrics(self) -> list[Metric]:
+        """What ``/metrics`` of a server shows, as objects: ``Counter``, ``Gauge`` and ``Histogram``
+        of ``vllm_lite.metrics``, under vLLM's names with the prefix ``vllm_lite:``. Any thread may
+        ask, also while another one generates.
+        """
+        return self._metrics.read()
+
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
@@ -211,6 +221,14 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _stats(self) -> EngineStats:
+        if not self._lock.acquire(blocking=False):
+            return self.engine.last_stats()  # the engine is another thread's just now
+        try:
+            return self.engine.stats()
+        finally:
+            self._lock.release()
+
     def _run(
         self,
         prompts: list[Prompt],
@@ -230,6 +248,7 @@ class LLM:
     ) -> list[AnyOutput]:
         ids = [f"llm-{next(self._ids)}" for _ in prompts]
         results: dict[str, AnyOutput] = {}
+        watches: dict[str, RequestWatch] = {}
         bar = tqdm(total=len(prompts), desc="generating", unit="prompt", disable=not use_tqdm,
                    dynamic_ncols=True)  # fmt: skip
         num_tokens = 0
@@ -237,9 +256,11 @@ class LLM:
         try:
             # All are checked before any is started, so that a bad one costs nothing.
             checked: list[Prompt] = []
+            lengths: list[int] = []
             for prompt, param in zip(prompts, params, strict=True):
                 text, token_ids, salt = self.engine.check_request(prompt, param)
                 checked.append({"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt})
+                lengths.append(len(token_ids))
             in_flight = 0  # samples
             samples_of: dict[str, int] = {}
             while waiting or self.engine.has_unfinished_requests():
@@ -252,6 +273,7 @@ class LLM:
                     final = params[index]
                     if isinstance(final, SamplingParams):
                         final = replace(final, output_kind=RequestOutputKind.FINAL_ONLY)
+                        watches[ids[index]] = self._metrics.watch(lengths[index], stream=False)
                     self.engine.add_request(ids[index], checked[index], final, priorities[index])
                     in_flight += num_samples(final)
                     samples_of[ids[index]] = num_samples(final)
@@ -261,6 +283,7 @@ class LLM:
                     results[output.request_id] = output
                     in_flight -= samples_of.pop(output.request_id)
                     if isinstance(output, RequestOutput):
+                        watches.pop(output.request_id).end(output)
                         num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
                     else:
                         num_tokens += len(output.prompt_token_ids)
@@ -269,6 +292,8 @@ class LLM:
                         bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
         except BaseException:
             self.engine.abort_request(ids)
+            for watch in watches.values():
+                watch.finish("abort")
             raise
         finally:
             bar.close()
