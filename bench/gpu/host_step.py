@@ -111,7 +111,7 @@ def plans_of(engine: Engine, num_seqs: int, count: int, parts: Parts) -> list[by
             continue
         oldest = unanswered.pop(0)
         tokens = torch.full((oldest.num_logits,), 50, dtype=torch.int32).numpy()
-        result = encode_result(oldest.step_words, oldest.num_logits, oldest.max_logprobs, tokens)
+        result = encode_result(oldest, 0, tokens)
         begin = time.perf_counter()
         core.finish_step(result)
         committed = time.perf_counter()
@@ -157,8 +157,9 @@ def bench(engine: Engine, num_seqs: int, context: int, repeats: int) -> None:
 
     load_alone()
     attention_plan, _, _, _, query_start, seq_lens, *_ = words.split_with_sizes(sizes.sections())
-    worker._sampler.sample = lambda *_: pending  # type: ignore[method-assign]
-    pending = PendingResult(plan, torch.full((num_seqs,), 50, dtype=torch.int32))
+    sampled = torch.full((num_seqs,), 50, dtype=torch.int32)
+    pending = PendingResult(plan, 0, sampled)
+    worker._sampler.sample = lambda *_: sampled  # type: ignore[method-assign]
     parts.measure("read the plan", lambda: StepPlan(plan_bytes))
     parts.measure("inputs from the plan (load_step)", load_alone)
     parts.measure(f"plan attention, {NUM_MULTIPROCESSORS} multiprocessors", plan_alone)

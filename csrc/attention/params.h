@@ -48,7 +48,7 @@ struct PagedAttentionParams {
   int32_t num_seqs;
   int32_t num_heads;
   int32_t num_kv_heads;
-  int32_t head_size;   // 64, 80, 96, 128 or 256
+  int32_t head_size;   // 64, 80, 96, 128 or 256; on the CPU 32 too
   int32_t block_size;  // as is_block_size()
   float scale;
   int32_t sliding_window;  // 0: none

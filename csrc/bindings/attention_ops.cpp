@@ -30,9 +30,9 @@ void paged_attention(Tensor out, Tensor query, Tensor kv_cache, Tensor block_tab
   check(sliding_window >= 0, kOp, "sliding_window must be positive, or 0 for none");
   check(num_kv_heads > 0 && num_heads % num_kv_heads == 0, kOp,
         "num_heads must be a multiple of num_kv_heads");
-  check(
-      head_size == 64 || head_size == 80 || head_size == 96 || head_size == 128 || head_size == 256,
-      kOp, "head_size must be 64, 80, 96, 128 or 256");
+  check(head_size == 32 || head_size == 64 || head_size == 80 || head_size == 96 ||
+            head_size == 128 || head_size == 256,
+        kOp, "head_size must be 32, 64, 80, 96, 128 or 256");
   check(rows.numel() == seq_lens.numel() && query_start.numel() == rows.numel() + 1, kOp,
         "rows, seq_lens and query_start differ in the number of sequences");
   check(block_tables.dim() == 2, kOp, "block_tables must be [max_rows, max_blocks]");

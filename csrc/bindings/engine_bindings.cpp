@@ -51,6 +51,20 @@ SchedulingPolicy policy_from_name(const std::string& name) {
   return name == "fcfs" ? SchedulingPolicy::kFirstCome : SchedulingPolicy::kPriority;
 }
 
+Pooling pooling_from_name(const std::string& name) {
+  if (name.empty()) return Pooling::kNone;
+  VL_CHECK(name == "LAST" || name == "MEAN", "pooling must be LAST, MEAN or empty, got " + name);
+  return name == "LAST" ? Pooling::kLast : Pooling::kMean;
+}
+
+EarlyStopping early_stopping_from_name(const std::string& name) {
+  VL_CHECK(name == "no" || name == "yes" || name == "never",
+           "early_stopping must be no, yes or never, got " + name);
+  return name == "no"    ? EarlyStopping::kNo
+         : name == "yes" ? EarlyStopping::kYes
+                         : EarlyStopping::kNever;
+}
+
 // What is not whole words is no words: finish_step says what is wrong with them.
 std::span<const int32_t> words_of(const py::bytes& data) {
   const std::string_view view = data;
@@ -105,7 +119,9 @@ void bind_engine_core(py::module_& m) {
              std::vector<TokenId> bias_ids, std::vector<float> bias_values,
              std::vector<TokenId> allowed_ids, std::vector<TokenId> stop_ids,
              std::vector<TokenId> eos_ids, std::vector<std::string> stops, bool include_stop,
-             bool skip_special_tokens, const py::bytes& constraint) {
+             bool skip_special_tokens, const py::bytes& constraint, int32_t num_prompt_logprobs,
+             int32_t prompt_logprobs_start, const std::string& pooling, int32_t beam_width,
+             double length_penalty, const std::string& early_stopping) {
             RequestInput input;
             input.key = key;
             input.prompt = vector_from_bytes<TokenId>(prompt);
@@ -137,6 +153,12 @@ void bind_engine_core(py::module_& m) {
             input.include_stop_in_output = include_stop;
             input.skip_special_tokens = skip_special_tokens;
             input.sampling.constraint = constraint;
+            input.num_prompt_logprobs = num_prompt_logprobs;
+            input.prompt_logprobs_start = prompt_logprobs_start;
+            input.pooling = pooling_from_name(pooling);
+            input.beam_search = {.width = beam_width,
+                                 .length_penalty = length_penalty,
+                                 .early_stopping = early_stopping_from_name(early_stopping)};
             core.submit(std::move(input));
           },
           py::kw_only(), py::arg("key"), py::arg("prompt"), py::arg("n"), py::arg("priority"),
@@ -145,7 +167,9 @@ void bind_engine_core(py::module_& m) {
           py::arg("presence_penalty"), py::arg("frequency_penalty"), py::arg("num_logprobs"),
           py::arg("seed"), py::arg("bias_ids"), py::arg("bias_values"), py::arg("allowed_ids"),
           py::arg("stop_ids"), py::arg("eos_ids"), py::arg("stops"), py::arg("include_stop"),
-          py::arg("skip_special_tokens"), py::arg("constraint"))
+          py::arg("skip_special_tokens"), py::arg("constraint"), py::arg("num_prompt_logprobs"),
+          py::arg("prompt_logprobs_start"), py::arg("pooling"), py::arg("beam_width"),
+          py::arg("length_penalty"), py::arg("early_stopping"))
       .def("abort", &EngineCore::abort, py::arg("key"),
            "Ends a request without a further answer; unknown and finished keys are ignored.")
       .def(

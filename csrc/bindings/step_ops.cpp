@@ -70,9 +70,10 @@ void load_step(Tensor plan, Tensor inputs, int64_t plan_words, int64_t num_token
         "plan is not a step plan");
   check(tokens >= 0 && tokens <= num_tokens && seqs >= 0 && seqs <= num_seqs && logits >= 0 &&
             logits <= num_logits &&
-            16 + 4 * tokens + 3 * seqs + 1 + logits <= static_cast<int64_t>(header.num_words),
+            kPlanHeaderWords + 4 * tokens + 3 * seqs + 1 + logits <=
+                static_cast<int64_t>(header.num_words),
         kOp, "plan is larger than inputs, or than itself");
-  Loader loader(words + 16, to + plan_words, pad);
+  Loader loader(words + kPlanHeaderWords, to + plan_words, pad);
   loader.copy(2 * tokens, 2 * num_tokens, -1);
   loader.copy(tokens, num_tokens, 0);
   loader.copy(tokens, num_tokens, 0);

@@ -95,12 +95,14 @@ int32_t KvCacheManager::num_out_of_window(int32_t num_computed) const {
 
 int32_t KvCacheManager::admit(BlockTable& table, std::span<const TokenId> tokens,
                               const CacheSalt& salt, int32_t num_tokens, int32_t headroom,
-                              int32_t min_awaited_tokens) {
+                              int32_t min_awaited_tokens, int32_t max_hit_tokens) {
   VL_ASSERT(table.blocks.empty());
   VL_ASSERT(num_tokens >= 0 && headroom >= 0);
   const int32_t total = blocks_for(num_tokens);
   const int32_t most_hits =
-      index_ && !tokens.empty() ? (static_cast<int32_t>(tokens.size()) - 1) / block_size() : 0;
+      index_ && !tokens.empty()
+          ? std::min(static_cast<int32_t>(tokens.size()) - 1, max_hit_tokens) / block_size()
+          : 0;
   make_room(table, std::max(total, most_hits));
   table.awaited_block = kNoBlock;
   if (most_hits > 0) {

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -80,9 +81,12 @@ class KvCacheManager {
   // Returns kAwaits, and changes nothing but what awaits() says, if other tables are about to
   // compute at least `min_awaited_tokens` of those that come after the cached prefix (0: never).
   //
+  // A hit has at most `max_hit_tokens`: what comes after is computed, cached or not.
+  //
   // Looks the prefix up anew at every call. REQUIRES: table.blocks is empty.
   int32_t admit(BlockTable& table, std::span<const TokenId> tokens, const CacheSalt& salt,
-                int32_t num_tokens, int32_t headroom = 0, int32_t min_awaited_tokens = 0);
+                int32_t num_tokens, int32_t headroom = 0, int32_t min_awaited_tokens = 0,
+                int32_t max_hit_tokens = std::numeric_limits<int32_t>::max());
   static constexpr int32_t kNoRoom = -1;
   static constexpr int32_t kAwaits = -2;
 

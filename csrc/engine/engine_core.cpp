@@ -2,12 +2,15 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 
 #include "core/check.h"
 #include "engine/utf8.h"
 
 namespace vllm_lite {
 namespace {
+
+constexpr std::string_view kNoLogits = "the model gave no finite logits to sample from";
 
 bool contains(const std::vector<TokenId>& ids, TokenId id) {
   return std::find(ids.begin(), ids.end(), id) != ids.end();
@@ -42,6 +45,7 @@ struct EngineCore::Stream : Sequence {
   SamplingParams sampling_params;  // the request's, with this sample's seed
   Detokenizer detokenizer;
   StopMatcher matcher;
+  PromptLogprobs prompt_logprobs;  // of as many tokens as results have come for
 };
 
 struct EngineCore::Request {
@@ -50,7 +54,9 @@ struct EngineCore::Request {
   RequestInput input;
   // Kept until all are finished: samples fork the first, the scheduler holds pointers.
   std::vector<std::unique_ptr<Stream>> streams;
-  int32_t num_unfinished = 0;
+  int32_t num_unfinished = 0;  // a beam search counts as one: its first stream answers for it
+  std::optional<BeamSearch> search;
+  BeamGroup beams;  // the streams, if there is a search
 };
 
 EngineCore::Stream::Stream(Request& owner_request, const TokenTable& table,
@@ -182,6 +188,8 @@ void EngineCore::start(Request& request) {
   VL_CHECK(in.sampling.bias_ids.size() == in.sampling.bias_values.size(),
            "logit_bias has " + std::to_string(in.sampling.bias_ids.size()) + " token ids and " +
                std::to_string(in.sampling.bias_values.size()) + " values");
+  VL_CHECK(in.pooling == Pooling::kNone || (in.max_tokens == 0 && in.num_samples == 1),
+           "a pooling request has one sample and no output tokens");
   // In 64 bits: "no limit" is the largest int32_t.
   const int64_t num_prompt = static_cast<int64_t>(in.prompt.size());
   const int64_t total =
@@ -190,25 +198,50 @@ void EngineCore::start(Request& request) {
   const uint64_t seed =
       uint64_t{in.sampling.row.seed_high} << 32 | uint64_t{in.sampling.row.seed_low};
   const auto automaton = std::make_shared<const StopAutomaton>(in.stops);
-  for (int32_t i = 0; i < in.num_samples; ++i) {
+  const bool has_search = in.beam_search.width > 0;
+  VL_ASSERT(!has_search || (in.num_samples == 1 && in.stops.empty()));
+  VL_CHECK(!has_search || in.max_tokens >= 1,
+           "max_tokens is " + std::to_string(in.max_tokens) +
+               ", but a beam search must look for at least one token");
+  const int32_t num_streams = has_search ? in.beam_search.width : in.num_samples;
+  for (int32_t i = 0; i < num_streams; ++i) {
     auto& stream =
         request.streams.emplace_back(std::make_unique<Stream>(request, tokens_, automaton));
     stream->sample_index = i;
-    stream->tokens = in.prompt;
+    if (i == 0 || !has_search) stream->tokens = in.prompt;
     stream->num_prompt_tokens = static_cast<int32_t>(num_prompt);
     stream->max_total_tokens = static_cast<int32_t>(total);
-    if (i > 0) stream->fork_parent = request.streams.front().get();
+    stream->pooling = in.pooling;
+    if (has_search) {
+      stream->group = &request.beams;
+      request.beams.beams.push_back(stream.get());
+    } else if (i > 0) {
+      stream->fork_parent = request.streams.front().get();
+    }
+    if (i == 0 && in.num_prompt_logprobs >= 0) {
+      stream->num_prompt_logprobs = in.num_prompt_logprobs;
+      stream->score_begin = std::max(in.prompt_logprobs_start - 1, 0);
+      stream->prompt_logprobs.num_top = static_cast<size_t>(in.num_prompt_logprobs);
+    }
     RowSampling& row = stream->sampling_params.row;
     row.num_prompt_tokens = static_cast<int32_t>(num_prompt);
     row.min_total_tokens = static_cast<int32_t>(min_total);
-    row.seed_low = static_cast<uint32_t>(seed + static_cast<uint64_t>(i));
-    row.seed_high = static_cast<uint32_t>((seed + static_cast<uint64_t>(i)) >> 32);
+    // Beams are one sample: which row one has must not matter.
+    const uint64_t own_seed = seed + (has_search ? 0 : static_cast<uint64_t>(i));
+    row.seed_low = static_cast<uint32_t>(own_seed);
+    row.seed_high = static_cast<uint32_t>(own_seed >> 32);
   }
   in.prompt = {};  // the sequences have it
+  request.beams.first = request.streams.front().get();
   for (const auto& stream : request.streams) {
+    if (has_search && stream != request.streams.front()) break;
     const AddResult added = scheduler_.add(stream.get());
     VL_ASSERT(added == AddResult::kAdded);
     ++request.num_unfinished;
+  }
+  if (has_search) {
+    request.search.emplace(in.beam_search, static_cast<int32_t>(total - num_prompt),
+                           in.sampling.stop_ids);
   }
 }
 
@@ -284,12 +317,25 @@ void EngineCore::finish_step(std::span<const int32_t> words) {
   }
   const Step& step = scheduler_.step_in_flight(0);
   scheduler_.commit(result.token_ids());
+  if (step.num_scored > 0) absorb_scores(step, result);
   int32_t row = -1;  // of the result
+  int32_t num_vectors = 0;
   for (const ScheduledSequence& part : step.sequences) {
-    if (!part.samples) continue;
+    if (!part.samples) {
+      if (!part.ends_prompt()) continue;
+      const bool has_vector = part.sequence->pooling != Pooling::kNone;
+      const auto vector = has_vector ? result.vector(num_vectors++) : std::span<const float>();
+      if (part.sequence->state == SequenceState::kFinished) continue;
+      end_prompt(static_cast<Stream&>(*part.sequence), vector);
+      continue;
+    }
     ++row;
     Stream& stream = static_cast<Stream&>(*part.sequence);
     if (stream.state == SequenceState::kFinished) continue;
+    if (stream.group != nullptr) {
+      advance_search(stream, result, row);
+      continue;
+    }
     const auto i = static_cast<size_t>(row);
     const int32_t wanted = stream.sampling_params.row.num_logprobs;
     if (wanted < 0) {
@@ -316,16 +362,19 @@ void EngineCore::check_result(const StepResultView& result) const {
   const Step& step = scheduler_.step_in_flight(0);
   VL_ASSERT(result.token_ids().size() == static_cast<size_t>(step.num_samples));
   for (const TokenId token : result.token_ids()) VL_ASSERT(token >= kAllMasked);
+  const ResultHeader& header = result.header();
+  VL_ASSERT(header.num_scored == step.num_scored && header.num_vectors == step.num_vectors);
   for (const ScheduledSequence& part : step.sequences) {
-    VL_ASSERT(!part.samples ||
-              result.header().max_logprobs >= part.sequence->sampling->row.num_logprobs);
+    VL_ASSERT(!part.samples || header.max_logprobs >= part.sequence->sampling->row.num_logprobs);
+    VL_ASSERT(part.num_scored == 0 ||
+              header.max_prompt_logprobs >= part.sequence->num_prompt_logprobs);
   }
 }
 
 void EngineCore::absorb(Stream& stream, TokenId token, const TokenLogprobs* logprobs) {
   const RequestInput& input = stream.owner.input;
   if (token == kNoToken) {
-    end_with_error(stream, "the model gave no finite logits to sample from");
+    end_with_error(stream, kNoLogits);
     return;
   }
   if (token == kAllMasked) {
@@ -341,6 +390,7 @@ void EngineCore::absorb(Stream& stream, TokenId token, const TokenLogprobs* logp
   output.num_cached_tokens = std::max(stream.num_cached_tokens, 0);
   output.token = token;
   output.logprobs = logprobs;
+  add_prompt_logprobs(output, stream);
   const bool is_stop_id = contains(stream.sampling_params.stop_ids, token);
   if (is_stop_id) {
     output.finish_reason = "stop";
@@ -359,6 +409,132 @@ void EngineCore::absorb(Stream& stream, TokenId token, const TokenLogprobs* logp
   output.text = text_;
   if (!output.finish_reason.empty()) finish_stream(stream);
   emit(output);
+  if (output.prompt_logprobs != nullptr) stream.prompt_logprobs = {};  // they have been told
+}
+
+// Keeps what the result says of prompts' tokens. The sequence may have been preempted since: its
+// scores are right all the same, and are not computed again.
+void EngineCore::absorb_scores(const Step& step, const StepResultView& result) {
+  const LogprobSections& scored = result.scored();
+  size_t begin = 0;
+  for (const ScheduledSequence& part : step.sequences) {
+    if (part.num_scored == 0) continue;
+    const auto count = static_cast<size_t>(part.num_scored);
+    const size_t end = begin + count;
+    Stream& stream = static_cast<Stream&>(*part.sequence);
+    if (stream.state != SequenceState::kFinished) {
+      VL_ASSERT(part.first_scored == stream.score_begin);
+      stream.score_begin += part.num_scored;
+      PromptLogprobs& kept = stream.prompt_logprobs;
+      const auto append = [](auto& to, auto from, size_t at, size_t n) {
+        const auto part_of = from.subspan(at, n);
+        to.insert(to.end(), part_of.begin(), part_of.end());
+      };
+      append(kept.logprobs, scored.logprobs, begin, count);
+      append(kept.ranks, scored.ranks, begin, count);
+      // The result is as wide as its widest row.
+      for (size_t i = begin; i < end; ++i) {
+        append(kept.top_ids, scored.top_ids, i * scored.width, kept.num_top);
+        append(kept.top_logprobs, scored.top_logprobs, i * scored.width, kept.num_top);
+      }
+      const auto ranks = scored.ranks.subspan(begin, count);
+      if (std::find(ranks.begin(), ranks.end(), 0) != ranks.end()) {
+        end_with_error(stream, "the model gave no finite logits to score the prompt with");
+      }
+    }
+    begin = end;
+  }
+}
+
+// The prompt of a sequence that samples nothing is computed.
+void EngineCore::end_prompt(Stream& stream, std::span<const float> vector) {
+  if (!std::all_of(vector.begin(), vector.end(), [](float x) { return std::isfinite(x); })) {
+    end_with_error(stream, "the model gave a vector that is not finite");
+    return;
+  }
+  SequenceOutput output;
+  output.key = stream.owner.input.key;
+  output.sample_index = stream.sample_index;
+  output.num_cached_tokens = std::max(stream.num_cached_tokens, 0);
+  output.vector = vector;
+  output.finish_reason = stream.pooling == Pooling::kNone ? "length" : "stop";
+  add_prompt_logprobs(output, stream);
+  finish_stream(stream);
+  emit(output);
+}
+
+// To a sequence's first output.
+void EngineCore::add_prompt_logprobs(SequenceOutput& output, const Stream& stream) const {
+  const bool is_first = stream.num_output_tokens() <= 1;
+  if (stream.is_scored() && is_first) output.prompt_logprobs = &stream.prompt_logprobs;
+}
+
+// `row` of the result is this beam's. All beams of a search are in the step, one after another:
+// once the last is reached, the search goes on.
+void EngineCore::advance_search(const Stream& beam, const StepResultView& result, int32_t row) {
+  Request& request = beam.owner;
+  BeamGroup& group = request.beams;
+  if (group.first->state != SequenceState::kRunning) return;  // preempted: it begins again
+  if (&beam != group.beams[static_cast<size_t>(group.num_in_use) - 1]) return;
+  const auto num_listed = static_cast<size_t>(beam.sampling_params.row.num_logprobs);
+  continuations_.clear();
+  for (int32_t i = row - group.num_in_use + 1; i <= row; ++i) {
+    if (result.token_ids()[static_cast<size_t>(i)] == kNoToken) {
+      end_with_error(*request.streams.front(), kNoLogits);
+      return;
+    }
+    continuations_.push_back(
+        {result.top_ids(i).first(num_listed), result.top_logprobs(i).first(num_listed)});
+  }
+  BeamSearch& search = *request.search;
+  if (beam.num_output_tokens() == 0) search.restart();  // it may have been preempted
+  search.advance(continuations_);
+  if (search.done()) {
+    finish_search(request);
+    return;
+  }
+  next_beams_.clear();
+  for (const BeamSearch::Beam& next : search.beams()) {
+    next_beams_.push_back({.parent = next.parent, .token = next.token});
+  }
+  scheduler_.set_beams(group, next_beams_);
+}
+
+void EngineCore::finish_search(Request& request) {
+  const BeamSearch& search = *request.search;
+  const RequestInput& input = request.input;
+  Stream& first = *request.streams.front();
+  if (search.num_hypotheses() < search.width()) {
+    end_with_error(first, "there are only " + std::to_string(search.num_hypotheses()) +
+                              " different sequences, but n is " + std::to_string(search.width()) +
+                              ": ask for fewer beams");
+    return;
+  }
+  SequenceOutput output;
+  output.key = input.key;
+  output.num_cached_tokens = std::max(first.num_cached_tokens, 0);
+  for (int32_t i = 0; i < search.num_hypotheses(); ++i) {
+    Detokenizer& detokenizer = request.streams[static_cast<size_t>(i)]->detokenizer;
+    search.tokens(i, hypothesis_);
+    output.sample_index = i;
+    output.finish_reason = {};
+    output.stop_token = -1;
+    for (const BeamSearch::Token& token : hypothesis_) {
+      const bool ends = &token == &hypothesis_.back();
+      const bool is_stop_id = ends && search.ends_with_stop(i);
+      const TokenLogprobs logprobs{token.logprob, token.rank, {}, {}};
+      output.token = token.id;
+      output.logprobs = &logprobs;
+      if (ends) output.finish_reason = is_stop_id ? "stop" : "length";
+      if (is_stop_id && !contains(input.eos_ids, token.id)) output.stop_token = token.id;
+      text_.clear();
+      if (!is_stop_id || input.include_stop_in_output) detokenizer.append(token.id, text_);
+      if (ends) detokenizer.finish(text_);
+      output.text = text_;
+      emit(output);
+    }
+  }
+  finish_stream(first);
 }
 
 void EngineCore::end_with_error(Stream& stream, std::string_view message) {
@@ -388,8 +564,9 @@ void EngineCore::fail_in_flight(std::string_view message) {
   scheduler_.cancel_steps();
   for (const Step& step : steps) {
     for (const ScheduledSequence& part : step.sequences) {
-      if (part.sequence->state == SequenceState::kFinished) continue;
-      end_with_error(static_cast<Stream&>(*part.sequence), reason);
+      Stream& stream = static_cast<Stream&>(*part.sequence);
+      if (stream.state == SequenceState::kFinished) continue;
+      end_with_error(stream.group == nullptr ? stream : *stream.owner.streams.front(), reason);
     }
   }
   reap();
@@ -422,8 +599,9 @@ void EngineCore::check_invariants() const {
   for (const auto& [key, request] : requests_) {
     VL_ASSERT(key == request->input.key && client_of(key) < news_.size());
     const auto unfinished =
-        std::count_if(request->streams.begin(), request->streams.end(),
-                      [](const auto& stream) { return stream->state != SequenceState::kFinished; });
+        std::count_if(request->streams.begin(), request->streams.end(), [](const auto& stream) {
+          return stream->state != SequenceState::kFinished && stream->state != SequenceState::kBeam;
+        });
     VL_ASSERT(unfinished > 0 && unfinished == request->num_unfinished);
     num_unfinished += unfinished;
   }

@@ -18,7 +18,8 @@
 //
 // Invariant "all out": each sequence of an accepted request gives exactly one output with a
 // finish_reason, its last, unless the request is aborted or the engine stopped. The texts of its
-// outputs joined are what the tokenizer decodes from its tokens, up to where it ends.
+// outputs joined are what the tokenizer decodes from its tokens, up to where it ends. A beam search
+// gives as many as it is wide, or one if it fails.
 #pragma once
 
 #include <chrono>
@@ -35,6 +36,7 @@
 #include <vector>
 
 #include "cache/kv_cache_manager.h"
+#include "engine/beam_search.h"
 #include "engine/detokenizer.h"
 #include "engine/output_writer.h"
 #include "engine/stop_matcher.h"
@@ -50,7 +52,12 @@ struct RequestInput {
   std::vector<TokenId> prompt;
   int32_t num_samples = 1;
   int32_t priority = 0;
-  int32_t max_tokens = 16;  // output tokens
+  int32_t max_tokens = 16;  // output tokens; 0: the request ends when its prompt is computed
+  // Log-probabilities of the prompt's tokens from `prompt_logprobs_start` on (never of the first),
+  // with so many of the likeliest each; -1: none. They come with the first output of sample 0.
+  int32_t num_prompt_logprobs = -1;
+  int32_t prompt_logprobs_start = 0;
+  Pooling pooling = Pooling::kNone;  // else one sample, and no output tokens
   // The text that output tokens before this one complete is not searched for stop strings, and the
   // worker samples none of sampling.stop_ids before there are so many.
   int32_t min_tokens = 0;
@@ -61,6 +68,11 @@ struct RequestInput {
   std::vector<std::string> stops;
   bool include_stop_in_output = false;
   bool skip_special_tokens = true;
+  // With a width the request is one beam search, and num_samples is 1. sampling.row.num_logprobs is
+  // how many tokens after each beam are looked at (see BeamSearch::Continuations); nothing else of
+  // the sampling parameters but stop_ids has a say, and stops are empty. Its outputs come all
+  // together when the search has ended, sample i being the i-th best sequence, with logprobs.
+  BeamSearchParams beam_search;
 };
 
 struct EngineCoreConfig {
@@ -136,6 +148,11 @@ class EngineCore {
   void check_result(const StepResultView& result) const;
   void fail_in_flight(std::string_view message);
   void absorb(Stream& stream, TokenId token, const TokenLogprobs* logprobs);
+  void absorb_scores(const Step& step, const StepResultView& result);
+  void end_prompt(Stream& stream, std::span<const float> vector);
+  void add_prompt_logprobs(SequenceOutput& output, const Stream& stream) const;
+  void advance_search(const Stream& beam, const StepResultView& result, int32_t row);
+  void finish_search(Request& request);
   void end_with_error(Stream& stream, std::string_view message);
   void finish_stream(Stream& stream);
   void reap();
@@ -159,7 +176,10 @@ class EngineCore {
   std::vector<RequestKey> finished_;             // to be taken out by reap()
   std::vector<std::unique_ptr<Request>> ended_;  // taken out, but a step in flight points to them
   std::string piece_, text_;                     // scratch
-  std::vector<OutputWriter> news_;               // per client, until publish_outputs()
+  std::vector<BeamSearch::Continuations> continuations_;  // scratch
+  std::vector<Scheduler::NextBeam> next_beams_;           // scratch
+  std::vector<BeamSearch::Token> hypothesis_;             // scratch
+  std::vector<OutputWriter> news_;                        // per client, until publish_outputs()
 
   std::mutex inbox_mutex_;
   std::condition_variable inbox_filled_;

@@ -58,6 +58,37 @@ void put_string(std::string& out, std::string_view text) {
   out.append(text);
 }
 
+void put_bytes(std::string& out, std::span<const float> values) {
+  put(out, 0xc6);
+  put_big_endian(out, static_cast<uint32_t>(values.size_bytes()));
+  out.append(reinterpret_cast<const char*>(values.data()), values.size_bytes());
+}
+
+void put_logprobs(std::string& out, const TokenLogprobs& logprobs) {
+  put_array(out, 4);
+  put_float(out, logprobs.logprob);
+  put_int(out, logprobs.rank);
+  put_array(out, logprobs.top_ids.size());
+  for (TokenId id : logprobs.top_ids) put_int(out, id);
+  put_array(out, logprobs.top_logprobs.size());
+  for (float logprob : logprobs.top_logprobs) put_float(out, logprob);
+}
+
+void put_prompt_logprobs(std::string& out, const PromptLogprobs* prompt) {
+  if (prompt == nullptr) {
+    put_nil(out);
+    return;
+  }
+  put_array(out, prompt->logprobs.size());
+  const std::span<const TokenId> ids(prompt->top_ids);
+  const std::span<const float> values(prompt->top_logprobs);
+  for (size_t i = 0; i < prompt->logprobs.size(); ++i) {
+    const size_t top = i * prompt->num_top;
+    put_logprobs(out, {prompt->logprobs[i], prompt->ranks[i], ids.subspan(top, prompt->num_top),
+                       values.subspan(top, prompt->num_top)});
+  }
+}
+
 void put_string_or_nil(std::string& out, std::string_view text) {
   if (text.empty()) {
     put_nil(out);
@@ -84,7 +115,8 @@ void OutputWriter::clear() {
 
 void OutputWriter::add(const SequenceOutput& output) {
   ++num_outputs_;
-  put_array(buffer_, 9);
+  const bool has_extras = output.prompt_logprobs != nullptr || !output.vector.empty();
+  put_array(buffer_, has_extras ? 11 : 9);
   put_uint64(buffer_, output.key);
   put_int(buffer_, output.sample_index);
   const bool has_token = output.token >= 0;
@@ -100,18 +132,18 @@ void OutputWriter::add(const SequenceOutput& output) {
   if (output.logprobs == nullptr) {
     put_nil(buffer_);
   } else {
-    const TokenLogprobs& logprobs = *output.logprobs;
     put_array(buffer_, 1);
-    put_array(buffer_, 4);
-    put_float(buffer_, logprobs.logprob);
-    put_int(buffer_, logprobs.rank);
-    put_array(buffer_, logprobs.top_ids.size());
-    for (TokenId id : logprobs.top_ids) put_int(buffer_, id);
-    put_array(buffer_, logprobs.top_logprobs.size());
-    for (float logprob : logprobs.top_logprobs) put_float(buffer_, logprob);
+    put_logprobs(buffer_, *output.logprobs);
   }
   put_int(buffer_, output.num_cached_tokens);
   put_string_or_nil(buffer_, output.message);
+  if (!has_extras) return;
+  put_prompt_logprobs(buffer_, output.prompt_logprobs);
+  if (output.vector.empty()) {
+    put_nil(buffer_);
+  } else {
+    put_bytes(buffer_, output.vector);
+  }
 }
 
 void OutputWriter::append(OutputWriter& later) {

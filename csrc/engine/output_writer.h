@@ -3,17 +3,20 @@
 // A message is [outputs, stats]. Steps that pass before the client takes it are added to the same
 // message, so a slow client gets fewer, longer ones. An output is
 //   [key, sample_index, token_ids, text, finish_reason, stop_reason, logprobs, num_cached_tokens,
-//   message]
+//   message(, prompt_logprobs, vector)]
 // with what is new since the sequence's last output; finish_reason is nil or "stop", "length",
 // "error", "queue_full" or "refused"; stop_reason is nil, a token id or the stop string; logprobs
 // is nil or a list of [logprob, rank, top_ids, top_logprobs], one per token id; message is nil or
-// why the request failed.
+// why the request failed. The last two are there only with a sequence's first output, if that has
+// any: prompt_logprobs is a list like logprobs, of the prompt's tokens from the first one asked
+// for; vector is the bytes of float32s, or nil.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "core/types.h"
 
@@ -24,6 +27,15 @@ struct TokenLogprobs {
   int32_t rank;
   std::span<const TokenId> top_ids;
   std::span<const float> top_logprobs;
+};
+
+// What the prompt's tokens have of log-probabilities, `num_top` of the likeliest with each.
+struct PromptLogprobs {
+  size_t num_top = 0;
+  std::vector<float> logprobs;
+  std::vector<int32_t> ranks;
+  std::vector<TokenId> top_ids;
+  std::vector<float> top_logprobs;
 };
 
 struct SequenceOutput {
@@ -37,6 +49,8 @@ struct SequenceOutput {
   const TokenLogprobs* logprobs = nullptr;  // of `token`
   int32_t num_cached_tokens = 0;
   std::string_view message;
+  const PromptLogprobs* prompt_logprobs = nullptr;
+  std::span<const float> vector;
 };
 
 struct EngineStats {

@@ -46,6 +46,8 @@ PlanView::PlanView(std::span<const int32_t> words) {
   freed_rows_ = sections.take(h.num_freed_rows);
   new_rows_ = sections.take(int64_t{kNewRowWords} * h.num_new_rows);
   row_lists_ = sections.take(h.num_list_words);
+  scored_ = sections.take(int64_t{kScoredWords} * h.num_scored);
+  pooled_ = sections.take(int64_t{kPooledWords} * h.num_pooled);
   VL_ASSERT(sections.empty());
   new_rows();  // throws if the lists are not as long as the rows say
 }
@@ -97,6 +99,25 @@ std::vector<NewRow> PlanView::new_rows() const {
     row->output.assign(output.begin(), output.end());
   }
   return rows;
+}
+
+std::vector<ScoredToken> PlanView::scored() const {
+  std::vector<ScoredToken> tokens;
+  for (Sections records(scored_); !records.empty();) {
+    const auto words = records.take(kScoredWords);
+    tokens.push_back({.index = words[0], .token = words[1], .count = words[2]});
+  }
+  return tokens;
+}
+
+std::vector<PooledPart> PlanView::pooled() const {
+  std::vector<PooledPart> parts;
+  for (Sections records(pooled_); !records.empty();) {
+    const auto words = records.take(kPooledWords);
+    parts.push_back(
+        {.sequence = words[0], .pooling = static_cast<Pooling>(words[1]), .ends = words[2] != 0});
+  }
+  return parts;
 }
 
 }  // namespace vllm_lite

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "scheduler/sampling_params.h"
+#include "scheduler/sequence.h"
 #include "scheduler/step_plan.h"
 
 namespace vllm_lite {
@@ -15,6 +16,18 @@ struct TableUpdate {
   RowId row;
   int32_t index;
   BlockId block;
+};
+
+struct ScoredToken {
+  int32_t index;  // into token_ids
+  TokenId token;
+  int32_t count;
+};
+
+struct PooledPart {
+  int32_t sequence;
+  Pooling pooling;
+  bool ends;
 };
 
 struct NewRow {
@@ -45,6 +58,8 @@ class PlanView {
   std::span<const int32_t> copies() const { return copies_; }  // source, destination, ...
   std::span<const RowId> freed_rows() const { return freed_rows_; }
   std::vector<NewRow> new_rows() const;
+  std::vector<ScoredToken> scored() const;
+  std::vector<PooledPart> pooled() const;
 
  private:
   const PlanHeader* header_;
@@ -60,6 +75,8 @@ class PlanView {
   std::span<const RowId> freed_rows_;
   std::span<const int32_t> new_rows_;  // kNewRowWords each
   std::span<const int32_t> row_lists_;
+  std::span<const int32_t> scored_;  // kScoredWords each
+  std::span<const int32_t> pooled_;  // kPooledWords each
 };
 
 }  // namespace vllm_lite

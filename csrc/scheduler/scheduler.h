@@ -40,6 +40,14 @@
 // forked, and the sample computes the last one to sample its own first token. If the parent is not
 // running or has lost blocks to a sliding window, the sample is admitted as any other.
 //
+// Beams (Sequence::group): a group is admitted with as many rows as it has beams, and begins with
+// one in use, which computes the prompt. After each step of it set_beams() says which beams go on:
+// the first to go on from a beam keeps its blocks and row, each further one shares the whole
+// blocks, has a copy of a partly filled one, and takes the row of one that does not go on. Either
+// there is room for all its beams, or the group is preempted whole; then it gives up what it has
+// found and begins again with its prompt, since nothing of it is out yet. So no beam ever holds
+// blocks while it waits for another's.
+//
 // Progress: whenever sequences exist and no step is in flight, plan() returns a non-empty step
 // (Scheduler::add refuses what could never fit, and preemption always leaves the first in order
 // running).
@@ -63,6 +71,10 @@
 // whatever they are used for next happens after that. Nor can a block that a step in flight writes
 // be found through the prefix index: published blocks are full of committed tokens, and a step
 // writes behind those.
+//
+// Prompt log-probabilities (Sequence::num_prompt_logprobs) and mean pooling need hidden states of
+// tokens that a prefix hit would skip: such a sequence takes hits only up to score_begin, or none.
+// Its own blocks are published as any.
 //
 // Sliding window: blocks that fall out are given back at commit and their table entries become
 // kNoBlock. The worker is not told: it keeps a stale entry that no query looks at any more.
@@ -107,6 +119,15 @@ struct ScheduledSequence {
   int32_t num_tokens;
   bool samples;  // the last token is the sequence's last: a new token is sampled
   bool new_row;  // the row was given in this step
+  // Positions [first_scored, first_scored + num_scored) of it give a prompt token's
+  // log-probability.
+  int32_t first_scored = 0;
+  int32_t num_scored = 0;
+
+  // The part with which a sequence that samples nothing is over.
+  bool ends_prompt() const {
+    return sequence->samples_nothing() && first_token + num_tokens == sequence->num_prompt_tokens;
+  }
 };
 
 // What plan() decided. The spans point into the scheduler and hold until the first plan() after the
@@ -117,6 +138,9 @@ struct Step {
   std::span<const BlockCopy> copies;  // to be made before the forward pass
   int32_t num_tokens = 0;
   int32_t num_samples = 0;
+  int32_t num_scored = 0;
+  int32_t num_pooled = 0;   // parts of sequences with a Pooling that the worker must see
+  int32_t num_vectors = 0;  // those of them that end
   bool empty() const { return sequences.empty(); }
 };
 
@@ -137,11 +161,13 @@ class Scheduler {
   Scheduler(const SchedulerConfig& config, KvCacheManager& cache);
 
   // Throws Error, naming the numbers, for a sequence that can never run: no tokens, prompt not
-  // below max_model_len, or max_total_tokens not in (tokens, max_model_len]; whatever passes fits
-  // into the pool, as the constructor saw to it. kQueueFull leaves the sequence alone. The caller
-  // keeps ownership, must keep the sequence alive until it is finished and not in flight, and must
-  // finish it once it has max_total_tokens tokens. REQUIRES: state is kNew; fork_parent, if any,
-  // was added before and starts with the same prompt.
+  // below max_model_len, or max_total_tokens not in (tokens, max_model_len], or the prompt's;
+  // whatever passes fits into the pool, as the constructor saw to it. kQueueFull leaves the
+  // sequence alone. The caller keeps ownership, must keep the sequence alive until it is finished
+  // and not in flight, and must finish it once it has max_total_tokens tokens. REQUIRES: state is
+  // kNew; fork_parent, if any, was added before and starts with the same prompt. Of a
+  // group its first is added, whose prompt and limits are those of all; refused, too, if it has
+  // more beams than may run or than the pool can hold at their greatest length.
   AddResult add(Sequence* sequence);
 
   // Takes a sequence out and its blocks and row back. O(blocks), and O(1) for each sample that
@@ -166,11 +192,22 @@ class Scheduler {
   // finished, publishes computed blocks. Does not judge stops: the caller then calls finish().
   void commit(std::span<const TokenId> sampled);
 
+  // How a group goes on after a step that sampled from it: beam i of the next step is the beam
+  // next[i].parent of that step with next[i].token behind it. O(tokens) for each beam that shares
+  // its parent. REQUIRES: the group runs and is not in flight, no row of it failed, and next has
+  // from 1 to width entries.
+  struct NextBeam {
+    int32_t parent;
+    TokenId token;
+  };
+  void set_beams(BeamGroup& group, std::span<const NextBeam> next);
+
   // The oldest step in flight failed, and with it those planned on top of it: nothing was computed.
   // num_planned is num_computed again, and sequences that the steps admitted wait again (a fork
-  // then without its parent); preemptions stay. The next plan says again what the worker may have
-  // missed: freed rows, the steps' table entries, and the rows given in the steps (as freed). So it
-  // is right whether or not the worker had taken the plans in. REQUIRES: a step is in flight.
+  // then without its parent), groups with their prompt; preemptions stay. The next plan says again
+  // what the worker may have missed: freed rows, the steps' table entries, and the rows given in
+  // the steps (as freed). So it is right whether or not the worker had taken the plans in.
+  // REQUIRES: a step is in flight.
   void cancel_steps();
 
   // The worker was restarted, its memory is gone: every running sequence waits again with all its
@@ -194,7 +231,20 @@ class Scheduler {
     std::vector<RowId> freed_rows;
   };
 
+  void schedule(Sequence* sequence, int32_t num_tokens, int32_t remaining, bool new_row);
+  void plan_scores(ScheduledSequence& part);
   bool schedule_running(int32_t& budget);
+  // Not inlined: the loops that call them are short without them.
+  [[gnu::noinline]] bool schedule_beams(BeamGroup& group, int32_t& budget, int32_t& num_decodes,
+                                        bool& preempted);
+  [[gnu::noinline]] void commit_beam(const ScheduledSequence& part, TokenId token);
+  void replace_beam(Sequence* beam, Sequence* parent);
+  void restart(BeamGroup& group);
+  void check_fits(const BeamGroup& group) const;
+  void check_group(const BeamGroup& group) const;
+  int32_t num_rows_in_use() const {
+    return config_.max_num_seqs - static_cast<int32_t>(free_rows_.size());
+  }
   void admit_waiting(int32_t& budget);
   enum class AdmitResult : uint8_t { kDone, kNoRoom, kHeldBack };
   AdmitResult try_admit(Sequence* sequence, int32_t headroom);
@@ -206,6 +256,7 @@ class Scheduler {
   }
   void preempt(Sequence* sequence);
   void back_to_waiting(Sequence* sequence);
+  void take_row(Sequence* sequence);
   void give_back(Sequence* sequence);
   void free_row(RowId row);
   void detach_fork(Sequence* sequence);
@@ -233,6 +284,8 @@ class Scheduler {
   std::vector<RowId> unreported_rows_;  // freed, in no step yet
   std::vector<bool> row_unreported_;    // row -> is in unreported_rows_
   std::vector<Sequence*> blocked_;      // tried in this plan and found not to fit
+  // Groups that were added and are not finished: without any the loops over sequences ask for none.
+  int32_t num_groups_ = 0;
   int64_t num_preemptions_ = 0;
   int64_t num_steps_ = 0;
 };

@@ -84,9 +84,10 @@ StepBuilder::StepBuilder(const SchedulerConfig& config, int32_t block_size) {
   const auto tokens = static_cast<size_t>(config.max_num_batched_tokens);
   const auto blocks = static_cast<size_t>(ceil_div(config.max_model_len, block_size));
   const size_t tables = kTableUpdateWords * rows * blocks;
-  const size_t per_row = 4 + 1 + 2 + kNewRowWords;
+  const size_t per_row = 4 + 1 + 2 + kNewRowWords + kPooledWords;
+  const size_t per_token = 4 + kScoredWords;
   words_.reserve(
-      std::min(kMaxReservedWords, kHeaderWords + 1 + 4 * tokens + per_row * rows + tables));
+      std::min(kMaxReservedWords, kHeaderWords + 1 + per_token * tokens + per_row * rows + tables));
 }
 
 std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) {
@@ -119,7 +120,9 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   const size_t new_rows_at = freed_at + step.freed_rows.size();
   const size_t lists_at = new_rows_at + kNewRowWords * num_new_rows;
   const size_t constraints_at = lists_at + list_words;
-  const size_t num_words = constraints_at + all_constraint_words;
+  const size_t scored_at = constraints_at + all_constraint_words;
+  const size_t pooled_at = scored_at + kScoredWords * static_cast<size_t>(step.num_scored);
+  const size_t num_words = pooled_at + kPooledWords * static_cast<size_t>(step.num_pooled);
   words_.resize(num_words);
   int32_t* const words = words_.data();
 
@@ -137,6 +140,9 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   header.num_new_rows = narrow(num_new_rows);
   header.num_list_words = narrow(list_words + all_constraint_words);
   header.max_logprobs = -1;
+  header.num_scored = step.num_scored;
+  header.num_pooled = step.num_pooled;
+  header.num_vectors = step.num_vectors;
 
   int32_t* slots = words + slots_at;  // two words each
   int32_t* tokens = words + tokens_at;
@@ -146,6 +152,8 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   int32_t* new_row = words + new_rows_at;
   int32_t* lists = words + lists_at;
   int32_t* constraints = words + constraints_at;
+  int32_t* scored = words + scored_at;
+  int32_t* pooled = words + pooled_at;
   int32_t token = 0;  // of the step
   int32_t index = 0;
   const int32_t offset_mask = (1 << block_shift_) - 1;
@@ -172,6 +180,18 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
         *tokens++ = -1 - s.row;
         ++header.num_placeholders;
       }
+    }
+    for (int32_t i = 0; i < part.num_scored; ++i) {
+      const int32_t position = part.first_scored + i;
+      *scored++ = token + position - part.first_token;
+      *scored++ = own_tokens[position + 1];
+      *scored++ = s.num_prompt_logprobs;
+      header.max_prompt_logprobs = std::max(header.max_prompt_logprobs, s.num_prompt_logprobs);
+    }
+    if (s.pooling == Pooling::kMean || (s.pooling == Pooling::kLast && part.ends_prompt())) {
+      *pooled++ = index - 1;
+      *pooled++ = static_cast<int32_t>(s.pooling);
+      *pooled++ = part.ends_prompt();
     }
     token += part.num_tokens;
     header.max_query_len = std::max(header.max_query_len, part.num_tokens);

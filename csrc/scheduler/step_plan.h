@@ -18,6 +18,10 @@
 //   freed_rows         num_freed_rows            nobody uses these rows until they are new again
 //   new_rows           17 * num_new_rows         row, RowState (16 words, core/row_state.h)
 //   row_lists          num_list_words            the lists of the new rows, see below, then their constraints
+//   scored             3 * num_scored            (index into token_ids, token, count): prompt tokens
+//                                                whose log-probability is wanted after that token,
+//                                                with `count` of the likeliest
+//   pooled             3 * num_pooled            (sequence of the step, Pooling, 1 if it ends here)
 // clang-format on
 //
 // Plans are carried out in the order in which they are sent, and each is answered by one result, in
@@ -44,7 +48,7 @@ namespace vllm_lite {
 constexpr int32_t kPlanMagic = 0x564c5031;    // "VLP1"
 constexpr int32_t kResultMagic = 0x564c5231;  // "VLR1"
 
-struct PlanHeader {  // 16 words
+struct PlanHeader {  // 20 words
   int32_t magic;
   int32_t num_words;  // of the whole plan, header included
   uint32_t step_low;
@@ -62,10 +66,17 @@ struct PlanHeader {  // 16 words
   // The most top logprobs that a sampled row asks for; -1: no row asks for any.
   int32_t max_logprobs;
   int32_t num_placeholders;  // negative token_ids
+  int32_t num_scored;
+  int32_t max_prompt_logprobs;  // the largest count of `scored`
+  int32_t num_pooled;
+  int32_t num_vectors;  // those of `pooled` that end here
 };
-static_assert(sizeof(PlanHeader) == 16 * sizeof(int32_t));
+constexpr int32_t kPlanHeaderWords = 20;
+static_assert(sizeof(PlanHeader) == kPlanHeaderWords * sizeof(int32_t));
 
 constexpr int32_t kNewRowWords = 1 + kRowStateWords;
+constexpr int32_t kScoredWords = 3;
+constexpr int32_t kPooledWords = 3;
 
 struct RowConstraint {
   int32_t row;
@@ -77,10 +88,12 @@ constexpr size_t constraint_words(size_t num_bytes) { return (num_bytes + 3) / 4
 
 // Header, then: token_ids[num_logits]; logprobs[num_logits] (float, of the token, before any
 // sampling parameter); ranks[num_logits] (1 = most likely); top_ids[num_logits * max_logprobs];
-// top_logprobs[num_logits * max_logprobs] (float), most likely first, kNoToken-padded; message
-// bytes. logprobs and ranks are present only if max_logprobs >= 0. A row that failed has kNoToken,
-// or kAllMasked, for its token.
-struct ResultHeader {  // 8 words
+// top_logprobs[num_logits * max_logprobs] (float), most likely first, kNoToken-padded; then of the
+// plan's `scored` tokens logprobs, ranks (0: the logits were not finite), top_ids and top_logprobs
+// in the same way, max_prompt_logprobs wide; vectors[num_vectors * vector_size] (float), of
+// `pooled` those that end, in their order; message bytes. logprobs and ranks of sampled tokens are
+// present only if max_logprobs >= 0. A row that failed has kNoToken, or kAllMasked, for its token.
+struct ResultHeader {  // 12 words
   int32_t magic;
   int32_t num_words;
   uint32_t step_low;
@@ -89,8 +102,21 @@ struct ResultHeader {  // 8 words
   int32_t max_logprobs;
   int32_t error;          // 0: fine; else the step failed and `message` says why
   int32_t message_bytes;  // UTF-8, padded to a word
+  int32_t num_scored;
+  int32_t max_prompt_logprobs;
+  int32_t num_vectors;
+  int32_t vector_size;
 };
-static_assert(sizeof(ResultHeader) == 8 * sizeof(int32_t));
+static_assert(sizeof(ResultHeader) == 12 * sizeof(int32_t));
+
+// Log-probabilities of a result, one of each for every token.
+struct LogprobSections {
+  std::span<const float> logprobs;
+  std::span<const int32_t> ranks;
+  std::span<const TokenId> top_ids;  // `width` for each token
+  std::span<const float> top_logprobs;
+  size_t width = 0;
+};
 
 // Read access to a result's sections. Throws InternalError if the words are not a well-formed
 // result: exactly num_words long, counts not negative, sections adding up to num_words. What it
@@ -103,21 +129,22 @@ class StepResultView {
     return static_cast<uint64_t>(header_->step_high) << 32 | header_->step_low;
   }
   std::span<const TokenId> token_ids() const { return token_ids_; }
-  std::span<const float> logprobs() const { return logprobs_; }
-  std::span<const int32_t> ranks() const { return ranks_; }
+  std::span<const float> logprobs() const { return sampled_.logprobs; }
+  std::span<const int32_t> ranks() const { return sampled_.ranks; }
   // max_logprobs entries of result row `row`; empty if max_logprobs < 1. REQUIRES: row <
   // num_logits.
   std::span<const TokenId> top_ids(int32_t row) const;
   std::span<const float> top_logprobs(int32_t row) const;
+  const LogprobSections& scored() const { return scored_; }
+  std::span<const float> vector(int32_t index) const;  // REQUIRES: index < num_vectors
   std::span<const char> message() const { return message_; }
 
  private:
   const ResultHeader* header_;
   std::span<const TokenId> token_ids_;
-  std::span<const float> logprobs_;
-  std::span<const int32_t> ranks_;
-  std::span<const TokenId> top_ids_;
-  std::span<const float> top_logprobs_;
+  LogprobSections sampled_;
+  LogprobSections scored_;
+  std::span<const float> vectors_;
   std::span<const char> message_;
 };
 

@@ -14,8 +14,15 @@ if TYPE_CHECKING:
     from vllm_lite.config import EngineConfig as EngineArgs
     from vllm_lite.engine import Engine, LLMEngine
     from vllm_lite.llm import LLM
-    from vllm_lite.outputs import CompletionOutput, RequestOutput
+    from vllm_lite.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        RequestOutput,
+    )
+    from vllm_lite.pooling_params import PoolingParams
     from vllm_lite.sampling_params import (
+        BeamSearchParams,
         RequestOutputKind,
         SamplingParams,
         StructuredOutputsParams,
@@ -25,12 +32,16 @@ if TYPE_CHECKING:
 _HOMES = {
     "AsyncEngineArgs": ("vllm_lite.config", "EngineConfig"),
     "AsyncLLMEngine": ("vllm_lite.async_engine", "AsyncLLMEngine"),
+    "BeamSearchOutput": ("vllm_lite.outputs", "BeamSearchOutput"),
+    "BeamSearchParams": ("vllm_lite.sampling_params", "BeamSearchParams"),
+    "BeamSearchSequence": ("vllm_lite.outputs", "BeamSearchSequence"),
     "CompletionOutput": ("vllm_lite.outputs", "CompletionOutput"),
     "Engine": ("vllm_lite.engine", "Engine"),
     "EngineArgs": ("vllm_lite.config", "EngineConfig"),
     "EngineConfig": ("vllm_lite.config", "EngineConfig"),
     "LLM": ("vllm_lite.llm", "LLM"),
     "LLMEngine": ("vllm_lite.engine", "LLMEngine"),
+    "PoolingParams": ("vllm_lite.pooling_params", "PoolingParams"),
     "RequestOutput": ("vllm_lite.outputs", "RequestOutput"),
     "RequestOutputKind": ("vllm_lite.sampling_params", "RequestOutputKind"),
     "SamplingParams": ("vllm_lite.sampling_params", "SamplingParams"),
@@ -42,11 +53,15 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Engine",
     "EngineArgs",
     "EngineConfig",
     "LLMEngine",
+    "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

@@ -181,6 +181,12 @@ class EngineCore:
         include_stop: bool,
         skip_special_tokens: bool,
         constraint: bytes,  # a TokenConstraint of messages.py, or none
+        num_prompt_logprobs: int,  # -1: none
+        prompt_logprobs_start: int,
+        pooling: Literal["", "LAST", "MEAN"],
+        beam_width: int,  # 0: no beam search
+        length_penalty: float,
+        early_stopping: str,  # "no", "yes", "never"
     ) -> None: ...
     def abort(self, key: int) -> None: ...
     def begin_step(self) -> memoryview | None:

@@ -5,14 +5,15 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from vllm_lite.clients import ProcessClient
 from vllm_lite.config import EngineConfig
-from vllm_lite.engine import Engine
+from vllm_lite.engine import AnyOutput, Engine, Params
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.model_files import ModelFiles
-from vllm_lite.outputs import RequestOutput
+from vllm_lite.outputs import PoolingRequestOutput, RequestOutput
+from vllm_lite.pooling_params import PoolingParams
 from vllm_lite.requests import Prompt
 from vllm_lite.sampling_params import RequestOutputKind, SamplingParams
 from vllm_lite.stats import EngineStats
@@ -30,16 +31,21 @@ class _Mailbox:
     New deltas are joined to those that wait; any other output has all that the one before it has.
     """
 
-    def __init__(self, kind: RequestOutputKind) -> None:
-        self._is_delta = kind is RequestOutputKind.DELTA
-        self._output: RequestOutput | None = None
+    def __init__(self, is_delta: bool) -> None:
+        self._is_delta = is_delta
+        self._output: AnyOutput | None = None
         self._error: Exception | None = None
         # Set while the iterator waits. A future costs half of what an Event does, for every token.
         self._waiting: asyncio.Future[None] | None = None
 
-    def put(self, output: RequestOutput) -> None:
-        if self._is_delta and self._output is not None:
-            self._output.append(output)
+    def put(self, output: AnyOutput) -> None:
+        waiting = self._output
+        if (
+            self._is_delta
+            and isinstance(waiting, RequestOutput)
+            and isinstance(output, RequestOutput)
+        ):
+            waiting.append(output)
         else:
             self._output = output
         self._wake()
@@ -49,7 +55,7 @@ class _Mailbox:
         self._error = error
         self._wake()
 
-    async def get(self) -> RequestOutput:
+    async def get(self) -> AnyOutput:
         if self._output is None and self._error is None:
             self._waiting = asyncio.get_running_loop().create_future()
             try:
@@ -111,7 +117,7 @@ class AsyncLLMEngine:
         self._dead: str | None = None
         self._ids = itertools.count()
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams,
@@ -127,15 +133,40 @@ class AsyncLLMEngine:
         Raises ``ValueError`` for a bad request, ``QueueFullError`` if the waiting queue is full,
         ``EngineDeadError`` if the engine is gone and ``EngineError`` if this request failed.
         """
+        # Not a generator around it: it would cost every token of every stream.
+        outputs = self._run(prompt, sampling_params, request_id, priority)
+        return cast(AsyncGenerator[RequestOutput, None], outputs)
+
+    def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yields one output, the prompt's vector. Errors are those of ``generate``."""
+        outputs = self._run(prompt, pooling_params, request_id, priority)
+        return cast(AsyncGenerator[PoolingRequestOutput, None], outputs)
+
+    async def _run(
+        self,
+        prompt: Prompt,
+        params: Params,
+        request_id: str | None,
+        priority: int,
+    ) -> AsyncGenerator[AnyOutput, None]:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         self.engine.check_usable()
         self._use_running_loop()
         request_id = f"request-{next(self._ids)}" if request_id is None else request_id
-        self.engine.add_request(request_id, prompt, sampling_params, priority)
+        self.engine.add_request(request_id, prompt, params, priority)
         if not self._mailboxes:
             self._last_news = time.monotonic()
-        mailbox = _Mailbox(sampling_params.output_kind)
+        is_delta = (
+            isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
+        )
+        mailbox = _Mailbox(is_delta)
         self._mailboxes[request_id] = mailbox
         self._idle.clear()
         finished = False

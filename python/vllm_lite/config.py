@@ -128,8 +128,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The numbers that follow from these options and the model.
 
         Raises ``ValueError`` if ``max_model_len`` exceeds the model's limit or does not fit into
-        the KV memory, or if the device cannot compute in the dtype, read such a KV cache or use
-        such weights.
+        the KV memory, or if the device cannot compute in the dtype, read such a KV cache, use such
+        weights or heads of such a size.
         """
         limit = model.max_position_embeddings
         max_model_len = limit if self.max_model_len is None else self.max_model_len
@@ -144,6 +144,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 "dtype float32 is not supported on CUDA: use --dtype bfloat16 or float16, or "
                 "--device cpu"
             )
+        if device == "cuda" and model.head_size == 32:
+            raise ValueError("head_dim 32 is not supported on CUDA: use --device cpu")
         if self.quantization is not None and device == "cuda":
             raise ValueError(
                 f"quantization {self.quantization} is not supported on CUDA: leave it out, or use "

@@ -13,11 +13,14 @@ from vllm_lite.errors import EngineDeadError, EngineError, QueueFullError
 from vllm_lite.messages import AbortRequests, CoreStats, EngineOutputs, SequenceOutput
 from vllm_lite.model_config import ModelConfig, load_model_config
 from vllm_lite.model_files import ModelFiles, find_model
-from vllm_lite.outputs import RequestOutput
+from vllm_lite.outputs import PoolingRequestOutput, RequestOutput
+from vllm_lite.pooling_params import PoolingParams
 from vllm_lite.requests import (
     CLIENT_SHIFT,
+    PoolingState,
     Prompt,
     RequestState,
+    check_beam_width,
     check_prompt_ids,
     make_add_request,
     tokenize_prompt,
@@ -26,6 +29,11 @@ from vllm_lite.sampling_params import SamplingParams
 from vllm_lite.stats import EngineStats
 from vllm_lite.tokenizer import Tokenizer, load_tokenizer
 
+Params = SamplingParams | PoolingParams
+AnyOutput = RequestOutput | PoolingRequestOutput
+
+# What the engine core is told of sampling where nothing is sampled.
+_NO_SAMPLING = SamplingParams(max_tokens=0, seed=0)
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
 
@@ -87,11 +95,12 @@ class Engine:
         tokenizer.max_tokens = max_model_len
         if config.chat_template is not None:
             tokenizer.chat_template = load_chat_template(config.chat_template)
-        ends = (*model_config.eos_token_ids, *tokenizer.eos_token_ids)
+        # The tokenizer's own first: make_add_request.
+        ends = (*tokenizer.eos_token_ids, *model_config.eos_token_ids)
         self._eos_token_ids = tuple(dict.fromkeys(ends))
         self.client = client
         self.max_model_len = max_model_len
-        self._requests: dict[int, RequestState] = {}
+        self._requests: dict[int, RequestState | PoolingState] = {}
         self._keys: dict[str, int] = {}
         self._next_key = client.client_id << CLIENT_SHIFT
         self._core_stats = CoreStats()
@@ -101,7 +110,7 @@ class Engine:
     # --- requests ---------------------------------------------------------------------------------
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+        self, request_id: str, prompt: Prompt, params: Params, priority: int = 0
     ) -> None:
         """Queues a request. ``ValueError`` names what is wrong with it; then nothing was queued.
 
@@ -117,30 +126,42 @@ class Engine:
         text, ids, salt = self.check_request(prompt, params)
         key = self._next_key
         self._next_key += 1
+        sampling = params if isinstance(params, SamplingParams) else _NO_SAMPLING
         message = make_add_request(
-            key, ids, params, priority, salt, self._eos_token_ids, self.max_model_len,
+            key, ids, sampling, priority, salt, self._eos_token_ids, self.max_model_len,
             self.tokenizer,
         )  # fmt: skip
+        state: RequestState | PoolingState
+        if isinstance(params, PoolingParams):
+            message.pooling = params.pooling_type
+            state = PoolingState(request_id, key, ids, params)
+        else:
+            state = RequestState(request_id, key, text, ids, params, self.tokenizer)
         self.client.send(message)
-        self._requests[key] = RequestState(request_id, key, text, ids, params, self.tokenizer)
+        self._requests[key] = state
         self._keys[request_id] = key
 
-    def check_request(
-        self, prompt: Prompt, params: SamplingParams
-    ) -> tuple[str | None, list[int], str]:
+    def check_request(self, prompt: Prompt, params: Params) -> tuple[str | None, list[int], str]:
         """(text, token ids, cache salt) of a prompt; ``ValueError`` if it cannot be run,
-        ``TypeError`` if ``params`` are no ``SamplingParams``.
+        ``TypeError`` if ``params`` are no ``SamplingParams`` or ``PoolingParams``.
         """
         self.check_usable()
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, (SamplingParams, PoolingParams)):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         text, ids, salt = tokenize_prompt(prompt, self.tokenizer)
         vocab_size = self.model_config.vocab_size
+        if isinstance(params, PoolingParams):
+            check_prompt_ids(ids, 0, vocab_size, self.max_model_len)
+            params.validate_for(self.model_config.hidden_size)
+            return text, ids, salt
         check_prompt_ids(ids, params.max_tokens, vocab_size, self.max_model_len)
         params.validate_for(vocab_size, self._eos_token_ids)
-        if params.n > self.config.max_num_waiting:
+        if params.use_beam_search:
+            check_beam_width(params.n, self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        elif params.num_samples > self.config.max_num_waiting:
+            name = "n" if params.best_of is None else "best_of"
             raise ValueError(
-                f"n is {params.n}, and all samples wait at once: max_num_waiting is "
+                f"{name} is {params.num_samples}, and all samples wait at once: max_num_waiting is "
                 f"{self.config.max_num_waiting}"
             )
         return text, ids, salt
@@ -150,7 +171,7 @@ class Engine:
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             self.end_request(name)
 
-    def end_request(self, request_id: str) -> RequestOutput | None:
+    def end_request(self, request_id: str) -> AnyOutput | None:
         """Aborts one request and returns what it has given, with finish_reason "abort"."""
         key = self._keys.pop(request_id, None)
         if key is None:
@@ -165,7 +186,7 @@ class Engine:
     def get_num_unfinished_requests(self) -> int:
         return len(self._requests)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[AnyOutput]:
         """Waits for the next news and returns it.
 
         In one process this runs one step of the model; where scheduling is asynchronous, it begins
@@ -186,17 +207,17 @@ class Engine:
             self.abort_request(list(self._keys))
             raise
 
-    def process(self, news: EngineOutputs) -> list[tuple[RequestOutput, Exception | None]]:
+    def process(self, news: EngineOutputs) -> list[tuple[AnyOutput, Exception | None]]:
         """Turns the engine core's news into outputs, each with the error that ended its request, if
         one did.
         """
         self._core_stats = news.stats
-        results: list[tuple[RequestOutput, Exception | None]] = []
+        results: list[tuple[AnyOutput, Exception | None]] = []
         for output in news.outputs:
             state = self._requests.get(output.key)
             if state is None:
                 continue  # aborted meanwhile, or failed with another of its samples
-            made: RequestOutput | None
+            made: AnyOutput | None
             error: Exception | None = None
             if output.message is None:
                 made = state.update(output)
@@ -204,7 +225,7 @@ class Engine:
                 # One sample's failure is the request's.
                 error = failure_of(output)
                 made = state.end("error", output.message)
-                if state.params.n > 1:
+                if state.num_samples > 1:
                     self.client.send(AbortRequests([state.key]))
             if state.finished:
                 del self._requests[state.key]
@@ -216,11 +237,15 @@ class Engine:
     # --- state ------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """The engine core's state at its last news."""
+        """The engine core's state, at its last news if anything is unfinished."""
         if not self._requests and not self._closed:
             # Nobody calls step() for what comes after the last abort.
             while (news := self.client.receive_now()) is not None:
                 self.process(news)
+        return self.last_stats()
+
+    def last_stats(self) -> EngineStats:
+        """As it was at the last news. Unlike all else, any thread may ask at any time."""
         core = self._core_stats
         return EngineStats(
             num_running=core.num_running,

@@ -24,6 +24,9 @@ MAX_RULES = 1024
 MAX_CHOICES = 4096
 # The automaton of a multiple has as many states as this number (of several: as their product).
 MAX_MULTIPLE = 10_000
+# Whether an intersection of regexes is empty takes time that doubles with each of them.
+MAX_INTERSECTED = 10
+MAX_PATTERN_PROPERTIES = 64  # of one object; each is intersected with each other
 # Between the parts of JSON. Without a bound a model may write white space for ever.
 WHITE_SPACE = r"[ \n\r\t]{1,64}"
 
@@ -65,6 +68,8 @@ def rules_grammar(name: str, rules: object) -> str:
     num_rules = text.count(":")  # at least one each; a few more may stand in its strings
     if num_rules > MAX_RULES:
         raise ValueError(f"{name} has {num_rules} colons: at most {MAX_RULES}, one for each rule")
+    if text.count("&") > MAX_INTERSECTED:
+        raise ValueError(f"{name} has more than {MAX_INTERSECTED} intersections (&)")
     for found in re.finditer(r"%json\s*", text):
         _check_schema(name, _embedded_schema(name, text, found.end()))
     try:
@@ -98,12 +103,12 @@ def _schema_grammar(name: str, schema: object) -> str:
         schema = {}
     if not isinstance(schema, Mapping):
         raise ValueError(f"{name} must be a JSON schema, an object, got {type(schema).__name__}")
-    _check_schema(name, schema)
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name} cannot be written as JSON: {error}") from error
     _check_size(name, _text(name, text))
+    _check_schema(name, schema)
     options: JsonCompileOptions = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
     try:
         return _matcher().grammar_from_json_schema(text, overrides=options)
@@ -141,8 +146,10 @@ def _check_size(name: str, text: str) -> None:
 def _check_schema(name: str, schema: object) -> None:
     """References are followed, each place once; a definition is as deep as it is by itself."""
     depth, factor = 0, 1
+    regexes: set[str] = set()
+    intersects = False
     multiples: set[int] = set()
-    seen: set[str] = set()
+    seen = {id(schema)}
     waiting = [schema]
     while waiting:
         level = [waiting.pop()]
@@ -160,14 +167,34 @@ def _check_schema(name: str, schema: object) -> None:
                 if not isinstance(value, Mapping):
                     continue
                 below += value.values()
-                target = value.get("$ref")
-                if isinstance(target, str) and target not in seen:
-                    seen.add(target)
-                    waiting.append(_target(schema, target))
+                reference = value.get("$ref")
+                if isinstance(reference, str):
+                    target = _target(schema, reference)
+                    if id(target) not in seen:
+                        seen.add(id(target))
+                        waiting.append(target)
+                intersects = intersects or _intersects(value)
+                regexes |= {
+                    text
+                    for text in (value.get("pattern"), value.get("format"))
+                    if isinstance(text, str)
+                }
+                if isinstance(by_pattern := value.get("patternProperties"), Mapping):
+                    regexes |= by_pattern.keys()
+                    if len(by_pattern) > MAX_PATTERN_PROPERTIES:
+                        raise ValueError(
+                            f"{name} has {len(by_pattern)} patternProperties in one object: at most "
+                            f"{MAX_PATTERN_PROPERTIES}"
+                        )
                 multiple = value.get("multipleOf")
                 if isinstance(multiple, (int, float)) and multiple not in (True, False):
                     multiples.add(_digits(multiple))
             level = below
+    if intersects and len(regexes) > MAX_INTERSECTED:
+        raise ValueError(
+            f"{name} has {len(regexes)} patterns and formats beside schemas that are combined "
+            f"(allOf, or $ref, anyOf or oneOf with other keywords): at most {MAX_INTERSECTED}"
+        )
     for multiple in multiples:
         factor *= multiple
     if factor > MAX_MULTIPLE:
@@ -175,6 +202,17 @@ def _check_schema(name: str, schema: object) -> None:
             f"{name} has too large a multipleOf: its digits, or the product of those of several, "
             f"must be at most {MAX_MULTIPLE}"
         )
+
+
+def _intersects(schema: Mapping[str, object]) -> bool:
+    """Whether several of its parts, each maybe with a pattern, hold for the same place."""
+    combined = sum(name in schema for name in ("allOf", "anyOf", "oneOf", "$ref"))
+    own = {"pattern", "format", "properties", "patternProperties", "additionalProperties", "items",
+           "prefixItems"}  # fmt: skip
+    all_of = schema.get("allOf")
+    return (isinstance(all_of, list) and len(all_of) > 1) or (
+        combined > 0 and combined + (not own.isdisjoint(schema)) > 1
+    )
 
 
 def _digits(number: float) -> int:

@@ -8,11 +8,22 @@ from typing import Any, Self, cast
 from msgspec.structs import replace
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from vllm_lite.engine import Engine
-from vllm_lite.errors import EngineDeadError
-from vllm_lite.outputs import RequestOutput
+from vllm_lite.engine import AnyOutput, Engine, Params
+from vllm_lite.errors import EngineDeadError, EngineError
+from vllm_lite.metrics import Metric, Metrics, RequestWatch
+from vllm_lite.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from vllm_lite.pooling_params import PoolingParams
 from vllm_lite.requests import Prompt
-from vllm_lite.sampling_params import RequestOutputKind, SamplingParams
+from vllm_lite.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from vllm_lite.scoring import pair_up, score_of, score_params, score_prompt
+from vllm_lite.stats import EngineStats
 from vllm_lite.tokenizer import Tokenizer
 
 Message = dict[str, Any]
@@ -29,6 +40,7 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         with _LoadingBar() as update:
             self.engine = Engine(model, progress=update, **options)
+        self._metrics = Metrics(self.engine.config.served_model_names[0], self._stats)
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._closed = False
@@ -64,8 +76,7 @@ class LLM:
         priorities = [0] * len(prompt_list) if priority is None else list(priority)
         if len(priorities) != len(prompt_list):
             raise ValueError(f"{len(priorities)} priorities for {len(prompt_list)} prompts")
-        with self._lock:
-            return self._run(prompt_list, params, priorities, use_tqdm)
+        return cast(list[RequestOutput], self._run(prompt_list, params, priorities, use_tqdm))
 
     def chat(
         self,
@@ -94,6 +105,100 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """One vector per prompt, in their order; prompts and errors are those of ``generate``."""
+        prompt_list = _as_list(prompts)
+        if pooling_params is None:
+            pooling_params = PoolingParams()
+        if isinstance(pooling_params, PoolingParams):
+            params: list[Params] = [pooling_params] * len(prompt_list)
+        else:
+            params = list(pooling_params)
+        if len(params) != len(prompt_list):
+            raise ValueError(f"{len(params)} pooling_params for {len(prompt_list)} prompts")
+        outputs = self._run(prompt_list, params, [0] * len(prompt_list), use_tqdm)
+        return cast(list[PoolingRequestOutput], outputs)
+
+    # vLLM's name for the vectors of a whole prompt: ``outputs.embedding``.
+    embed = encode
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How well documents answer queries (``vllm_lite/scoring.py``): one query for all
+        documents, or one for each. Raises ``ValueError`` for other numbers of them, and
+        ``EngineError`` if a request failed.
+        """
+        pairs = pair_up(queries, documents)
+        prompts = [score_prompt(self.engine.tokenizer, *pair) for pair in pairs]
+        outputs = self.generate(
+            [ids for ids, _ in prompts], [score_params(start) for _, start in prompts], use_tqdm
+        )
+        scored = []
+        for output in outputs:
+            if output.prompt_logprobs is None:
+                raise EngineError(output.error or "the request failed")
+            scored.append(
+                ScoringRequestOutput(
+                    output.request_id,
+                    ScoringOutput(score_of(output.prompt_logprobs.values())),
+                    output.prompt_token_ids,
+                    num_cached_tokens=output.num_cached_tokens,
+                )
+            )
+        return scored
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The ``beam_width`` best sequences of a beam search for each prompt, best first.
+
+        prompts: as for ``generate``. Raises what ``generate`` raises, and ``EngineError`` if a
+        search failed while it ran.
+        """
+        sampling_params = params.sampling_params()
+        decode = self.engine.tokenizer.decode
+        results = []
+        for output in self.generate(prompts, sampling_params, use_tqdm):
+            if output.error is not None:
+                raise EngineError(output.error)
+            sequences = []
+            for beam in output.outputs:
+                tokens = output.prompt_token_ids + beam.token_ids
+                hides_last = beam.finish_reason == "stop" and not params.include_stop_str_in_output
+                sequences.append(
+                    BeamSearchSequence(
+                        tokens=tokens,
+                        logprobs=beam.logprobs or [],
+                        cum_logprob=beam.cumulative_logprob or 0.0,
+                        text=decode(
+                            tokens[:-1] if hides_last else tokens, skip_special_tokens=False
+                        ),
+                        finish_reason=beam.finish_reason,
+                        stop_reason=beam.stop_reason,
+                    )
+                )
+            results.append(BeamSearchOutput(sequences))
+        return results
+
+    def get_metrics(self) -> list[Metric]:
+        """What ``/metrics`` of a server shows, as objects: ``Counter``, ``Gauge`` and ``Histogram``
+        of ``vllm_lite.metrics``, under vLLM's names with the prefix ``vllm_lite:``. Any thread may
+        ask, also while another one generates.
+        """
+        return self._metrics.read()
+
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
@@ -116,15 +221,34 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _stats(self) -> EngineStats:
+        if not self._lock.acquire(blocking=False):
+            return self.engine.last_stats()  # the engine is another thread's just now
+        try:
+            return self.engine.stats()
+        finally:
+            self._lock.release()
+
     def _run(
         self,
         prompts: list[Prompt],
-        params: list[SamplingParams],
+        params: Sequence[Params],
         priorities: list[int],
         use_tqdm: bool,
-    ) -> list[RequestOutput]:
+    ) -> list[AnyOutput]:
+        with self._lock:
+            return self._run_locked(prompts, params, priorities, use_tqdm)
+
+    def _run_locked(
+        self,
+        prompts: list[Prompt],
+        params: Sequence[Params],
+        priorities: list[int],
+        use_tqdm: bool,
+    ) -> list[AnyOutput]:
         ids = [f"llm-{next(self._ids)}" for _ in prompts]
-        results: dict[str, RequestOutput] = {}
+        results: dict[str, AnyOutput] = {}
+        watches: dict[str, RequestWatch] = {}
         bar = tqdm(total=len(prompts), desc="generating", unit="prompt", disable=not use_tqdm,
                    dynamic_ncols=True)  # fmt: skip
         num_tokens = 0
@@ -132,34 +256,52 @@ class LLM:
         try:
             # All are checked before any is started, so that a bad one costs nothing.
             checked: list[Prompt] = []
+            lengths: list[int] = []
             for prompt, param in zip(prompts, params, strict=True):
                 text, token_ids, salt = self.engine.check_request(prompt, param)
                 checked.append({"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt})
+                lengths.append(len(token_ids))
             in_flight = 0  # samples
+            samples_of: dict[str, int] = {}
             while waiting or self.engine.has_unfinished_requests():
                 while waiting and (
                     in_flight == 0
-                    or in_flight + params[waiting[-1]].n <= self.engine.config.max_num_waiting
+                    or in_flight + num_samples(params[waiting[-1]])
+                    <= self.engine.config.max_num_waiting
                 ):
                     index = waiting.pop()
-                    final = replace(params[index], output_kind=RequestOutputKind.FINAL_ONLY)
+                    final = params[index]
+                    if isinstance(final, SamplingParams):
+                        final = replace(final, output_kind=RequestOutputKind.FINAL_ONLY)
+                        watches[ids[index]] = self._metrics.watch(lengths[index], stream=False)
                     self.engine.add_request(ids[index], checked[index], final, priorities[index])
-                    in_flight += final.n
+                    in_flight += num_samples(final)
+                    samples_of[ids[index]] = num_samples(final)
                 if self._closed:
                     raise EngineDeadError("the engine was closed while it was generating")
                 for output in self.engine.step():
                     results[output.request_id] = output
-                    in_flight -= len(output.outputs)
-                    num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+                    in_flight -= samples_of.pop(output.request_id)
+                    if isinstance(output, RequestOutput):
+                        watches.pop(output.request_id).end(output)
+                        num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+                    else:
+                        num_tokens += len(output.prompt_token_ids)
                     bar.update()
                     if elapsed := bar.format_dict["elapsed"]:
                         bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
         except BaseException:
             self.engine.abort_request(ids)
+            for watch in watches.values():
+                watch.finish("abort")
             raise
         finally:
             bar.close()
         return [results[request_id] for request_id in ids]
+
+
+def num_samples(params: Params) -> int:
+    return params.num_samples if isinstance(params, SamplingParams) else 1
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -47,6 +47,12 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add"):
     include_stop: bool
     skip_special_tokens: bool
     constraint: bytes  # a TokenConstraint, or none
+    num_prompt_logprobs: int = -1
+    prompt_logprobs_start: int = 0
+    pooling: str = ""  # or LAST, MEAN
+    beam_width: int = 0  # none
+    length_penalty: float = 1.0
+    early_stopping: str = "no"  # or yes, never
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag="abort"):
@@ -81,6 +87,8 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs] | None
     num_cached_tokens: int
     message: str | None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    vector: bytes | None = None  # float32, native byte order
 
 
 class CoreStats(msgspec.Struct, array_like=True):

@@ -211,7 +211,7 @@ class Metrics:
 
 
 class RequestWatch:
-    """Follows one engine request. A request that was refused before any output is not counted."""
+    """Follows one engine request. Of one that the engine refused, ``finish`` is not called."""
 
     __slots__ = ("_began", "_has_output", "_last", "_metrics", "_prompt_tokens", "_stream")
 
@@ -229,30 +229,34 @@ class RequestWatch:
         if not self._has_output:
             self._has_output = True
             metrics.prompt_tokens.inc(self._prompt_tokens)
-        tokens = sum(len(sample.token_ids) for sample in output.outputs)
-        if tokens:
-            metrics.generation_tokens.inc(tokens)
-        if not self._stream or not tokens:
-            return
-        now = time.perf_counter()
-        if not self._last:
-            metrics.time_to_first_token.observe(now - self._began)
+        now = time.perf_counter() if self._stream else 0.0
+        tokens = 0
         for sample in output.outputs:
             count = len(sample.token_ids)
             if not count:
                 continue
+            tokens += count
+            if not self._stream:
+                continue
+            if not self._last:
+                metrics.time_to_first_token.observe(now - self._began)
             before = self._last.get(sample.index)
             if before is not None:
                 metrics.inter_token_latency.observe((now - before) / count, count)
             self._last[sample.index] = now
+        metrics.generation_tokens.inc(tokens)
 
     @_harmless
     def finish(self, reason: str) -> None:
-        if reason == "error" and not self._has_output:
-            return  # refused
         self._metrics.ended[reason].inc()
         if reason in ("stop", "length"):
             self._metrics.e2e_latency.observe(time.perf_counter() - self._began)
+
+    def end(self, output: RequestOutput) -> None:
+        """``output`` and ``finish`` for an answer that came whole."""
+        if any(sample.token_ids for sample in output.outputs):
+            self.output(output)
+        self.finish(output.outputs[-1].finish_reason or "error")
 
 
 class _Total:

@@ -22,7 +22,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-HEAD_SIZES = (64, 80, 96, 128, 256)  # what the attention kernels are built for
+HEAD_SIZES = (32, 64, 80, 96, 128, 256)  # what the attention kernels are built for; 32: CPU alone
 _MAX_LAYERS = 10_000
 DTYPES = ("float32", "bfloat16", "float16")
 

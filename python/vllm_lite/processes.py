@@ -34,7 +34,7 @@ def plan_bytes_limit(config: EngineConfig, max_model_len: int, vocab_size: int) 
     Only address space: a page of the ring is memory once a plan has reached it.
     """
     blocks = -(-max_model_len // config.block_size)
-    per_token = 4 * 4
+    per_token = 4 * (4 + 3)
     # Every row begins in one step, with its whole table, a history, lists of every kind (allowed
     # and stop ids have no double entries), and a constraint with the output so far.
     lists = 2 * MAX_LOGIT_BIAS_ENTRIES + 2 * vocab_size
@@ -42,8 +42,12 @@ def plan_bytes_limit(config: EngineConfig, max_model_len: int, vocab_size: int) 
     return config.max_num_batched_tokens * per_token + config.max_num_seqs * per_row + 4096
 
 
-def result_bytes_limit(config: EngineConfig) -> int:
-    return config.max_num_seqs * 4 * (3 + 2 * MAX_LOGPROBS) + 65536
+def result_bytes_limit(config: EngineConfig, hidden_size: int) -> int:
+    """Bytes that the largest result can have: every token of the step with the most logprobs, and a
+    vector of every row.
+    """
+    tokens = config.max_num_batched_tokens * 4 * (3 + 2 * MAX_LOGPROBS)
+    return tokens + config.max_num_seqs * 4 * hidden_size + 65536
 
 
 class EngineProcesses:
@@ -71,7 +75,7 @@ class EngineProcesses:
         fds: list[int] = []
         try:
             plan_limit = plan_bytes_limit(config, resolved.max_model_len, model_config.vocab_size)
-            for limit in (plan_limit, result_bytes_limit(config)):
+            for limit in (plan_limit, result_bytes_limit(config, model_config.hidden_size)):
                 fds.append(_core.ShmRing.create(_RING_SLOTS, limit))
             options = {
                 "config": msgspec.to_builtins(config),

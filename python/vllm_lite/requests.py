@@ -3,6 +3,7 @@ outputs.
 """
 
 import hashlib
+import math
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,22 @@ from vllm_lite.messages import (
     TokenLogprobs,
     encode,
 )
-from vllm_lite.outputs import CompletionOutput, Logprob, RequestOutput
-from vllm_lite.sampling_params import RequestOutputKind, SamplingParams, check_unicode
+from vllm_lite.outputs import (
+    CompletionOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    Position,
+    PromptLogprobs,
+    RequestOutput,
+    decode_position,
+)
+from vllm_lite.pooling_params import PoolingParams
+from vllm_lite.sampling_params import (
+    MAX_LOGPROBS,
+    RequestOutputKind,
+    SamplingParams,
+    check_unicode,
+)
 from vllm_lite.tokenizer import Tokenizer
 
 # Text, token ids, or vLLM's dictionaries {"prompt": text} and {"prompt_token_ids": ids}.
@@ -83,6 +98,20 @@ def check_prompt_ids(
             )
 
 
+def check_beam_width(width: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """``ValueError`` unless so many sequences may run at once."""
+    name, limit = min(
+        ("max_num_seqs", max_num_seqs),
+        ("max_num_batched_tokens", max_num_batched_tokens),
+        key=lambda item: item[1],
+    )
+    if width > limit:
+        raise ValueError(
+            f"n (beam_width) is {width}, and the beams of a search run together: {name} is {limit};"
+            f" ask for fewer beams or raise {name}"
+        )
+
+
 def make_add_request(
     key: int,
     prompt_ids: Sequence[int],
@@ -95,6 +124,8 @@ def make_add_request(
 ) -> AddRequest:
     """The message that starts a request. A request without a seed gets one from the system's
     randomness.
+
+    eos_token_ids: each of them ends an output; the first without a stop reason.
     """
     ignores_eos = params.ignore_eos and params.structured_outputs is None
     eos = [] if ignores_eos else list(eos_token_ids)
@@ -105,10 +136,16 @@ def make_add_request(
     bias = params.logit_bias or {}
     # Without double entries, so that the size of a step's plan has a bound.
     stop_ids = list(dict.fromkeys([*eos, *(params.stop_token_ids or [])]))
+    num_logprobs = -1 if params.logprobs is None else params.logprobs
+    if params.use_beam_search:
+        # Of the likeliest tokens after a beam so many may be stops, and so many go on.
+        num_logprobs = min(params.n + len(stop_ids), MAX_LOGPROBS)
+    elif params.gives_one_output:
+        num_logprobs = max(num_logprobs, 0)
     return AddRequest(
         key=key,
         prompt=array("i", prompt_ids).tobytes(),
-        n=params.n,
+        n=1 if params.use_beam_search else params.num_samples,
         priority=priority,
         max_tokens=max_tokens,
         min_tokens=min(params.min_tokens, max_tokens),
@@ -121,17 +158,22 @@ def make_add_request(
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        num_logprobs=num_logprobs,
         seed=seed,
         bias_ids=[int(token) for token in bias],
         bias_values=[float(value) for value in bias.values()],
         allowed_ids=list(dict.fromkeys(params.allowed_token_ids or [])),
         stop_ids=stop_ids,
-        eos_ids=eos,
+        eos_ids=eos[:1],
         stops=stops,
         include_stop=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens,
         constraint=_constraint(params, stop_ids, eos, tokenizer),
+        num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        prompt_logprobs_start=params.prompt_logprobs_start,
+        beam_width=params.n if params.use_beam_search else 0,
+        length_penalty=params.length_penalty,
+        early_stopping={False: "no", True: "yes", "never": "never"}[params.early_stopping],
     )
 
 
@@ -171,7 +213,7 @@ class _Sample:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    logprobs: list[Position] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -197,9 +239,13 @@ class RequestState:
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
         self._tokenizer = tokenizer
-        self._samples = [_Sample() for _ in range(params.n)]
-        self._num_unfinished = params.n
+        self._samples = [_Sample() for _ in range(params.num_samples)]
+        self.num_samples = self._num_unfinished = params.num_samples
+        self._kind = RequestOutputKind.FINAL_ONLY if params.gives_one_output else params.output_kind
         self._num_cached_tokens = 0
+        self._prompt_logprobs: PromptLogprobs | None = None
+        self._awaits_prompt = params.prompt_logprobs is not None
+        self._held: RequestOutput | None = None  # a delta
 
     @property
     def finished(self) -> bool:
@@ -210,23 +256,41 @@ class RequestState:
         sample = self._samples[output.sample_index]
         if output.sample_index == 0:
             self._num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = PromptLogprobs(
+                self._prompt_token_ids, output.prompt_logprobs, self._text
+            )
         logprobs = None
         if output.logprobs is not None:
-            logprobs = self._decode_logprobs(output.token_ids, output.logprobs)
+            if self.params.logprobs is not None:
+                logprobs = self._decode_logprobs(output.token_ids, output.logprobs)
             for entry in output.logprobs:
                 sample.cumulative_logprob += entry.logprob
         if output.finish_reason is not None:
             sample.finish_reason = output.finish_reason
             sample.stop_reason = output.stop_reason
             self._num_unfinished -= 1
-        if self.params.output_kind is RequestOutputKind.DELTA:
-            return self._delta(output, logprobs, sample.cumulative_logprob)
+        if self._kind is RequestOutputKind.DELTA:
+            made = self._delta(output, logprobs, sample.cumulative_logprob)
+            return self._behind_the_prompt(made) if self._awaits_prompt else made
         sample.text += output.text
         sample.token_ids += output.token_ids
         sample.logprobs += logprobs or []
-        if self.params.output_kind is RequestOutputKind.FINAL_ONLY and not self.finished:
+        if self._kind is RequestOutputKind.FINAL_ONLY and not self.finished:
             return None
-        return self._output(list(enumerate(self._samples)))
+        return self._output(self._best())
+
+    def _behind_the_prompt(self, made: RequestOutput) -> RequestOutput | None:
+        """Nothing comes before the prompt's log-probabilities, which sample 0 brings: what another
+        has given by then comes with them.
+        """
+        made.prompt_logprobs = self._prompt_logprobs
+        if self._held is not None:
+            self._held.append(made)
+            made = self._held
+        self._awaits_prompt = made.prompt_logprobs is None
+        self._held = made if self._awaits_prompt else None
+        return None if self._awaits_prompt else made
 
     def end(self, finish_reason: str, error: str | None = None) -> RequestOutput:
         """The last output: every sample that is unfinished ends with this reason."""
@@ -236,8 +300,8 @@ class RequestState:
                 sample.finish_reason = finish_reason
                 ended.append((index, sample))
         self._num_unfinished = 0
-        if self.params.output_kind is not RequestOutputKind.DELTA:
-            ended = list(enumerate(self._samples))
+        if self._kind is not RequestOutputKind.DELTA:
+            ended = self._best()
         output = self._output(ended)
         output.error = error
         return output
@@ -245,7 +309,7 @@ class RequestState:
     def _delta(
         self,
         output: SequenceOutput,
-        logprobs: list[dict[int, Logprob]] | None,
+        logprobs: list[Position] | None,
         cumulative_logprob: float,
     ) -> RequestOutput:
         """The news as it came; this is done for every token of every stream."""
@@ -268,8 +332,16 @@ class RequestState:
             self._num_cached_tokens,
         )
 
+    def _best(self) -> list[tuple[int, _Sample]]:
+        """The n samples that are given, with their indices."""
+        samples = self._samples
+        if len(samples) > self.params.n:
+            samples = sorted(samples, key=lambda sample: -sample.cumulative_logprob)
+        return list(enumerate(samples[: self.params.n]))
+
     def _output(self, samples: list[tuple[int, _Sample]]) -> RequestOutput:
         wants_logprobs = self.params.logprobs is not None
+        wants_sum = wants_logprobs or self.params.gives_one_output
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
@@ -280,7 +352,7 @@ class RequestState:
                     text=sample.text,
                     # A caller may keep an output: it must not grow behind its back.
                     token_ids=list(sample.token_ids),
-                    cumulative_logprob=sample.cumulative_logprob if wants_logprobs else None,
+                    cumulative_logprob=sample.cumulative_logprob if wants_sum else None,
                     logprobs=list(sample.logprobs) if wants_logprobs else None,
                     finish_reason=sample.finish_reason,
                     stop_reason=sample.stop_reason,
@@ -289,25 +361,55 @@ class RequestState:
             ],
             finished=self.finished,
             num_cached_tokens=self._num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
     def _decode_logprobs(
         self, token_ids: list[int], logprobs: list[TokenLogprobs]
-    ) -> list[dict[int, Logprob]]:
+    ) -> list[Position]:
         return [
-            self._decode_position(token, entry)
+            decode_position(token, entry, self._text)
             for token, entry in zip(token_ids, logprobs, strict=True)
         ]
 
-    def _decode_position(self, token: int, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token first, then the likeliest; each with its own text."""
-        position = {token: Logprob(entry.logprob, entry.rank, self._text(token))}
-        for rank, (top, logprob) in enumerate(
-            zip(entry.top_ids, entry.top_logprobs, strict=True), 1
-        ):
-            if top >= 0 and top not in position:
-                position[top] = Logprob(logprob, rank, self._text(top))
-        return position
-
     def _text(self, token: int) -> str:
         return self._tokenizer.token_bytes(token).decode(errors="replace")
+
+
+class PoolingState:
+    """As ``RequestState``, of a request for a vector: one output, at the end."""
+
+    def __init__(
+        self, request_id: str, key: int, prompt_token_ids: list[int], params: PoolingParams
+    ) -> None:
+        self.request_id = request_id
+        self.key = key
+        self.num_samples = 1
+        self.finished = False
+        self._prompt_token_ids = prompt_token_ids
+        self._params = params
+
+    def update(self, output: SequenceOutput) -> PoolingRequestOutput:
+        self.finished = True
+        assert output.vector is not None
+        vector = array("f", output.vector)
+        if self._params.dimensions is not None:
+            vector = vector[: self._params.dimensions]
+        if self._params.normalize and (length := math.hypot(*vector)) > 0:
+            vector = array("f", [value / length for value in vector])
+        return self._output(vector.tolist(), output.num_cached_tokens)
+
+    def end(self, finish_reason: str, error: str | None = None) -> PoolingRequestOutput:
+        """The output of a request that was aborted or failed."""
+        self.finished = True
+        made = self._output([], 0)
+        made.error = error or finish_reason
+        return made
+
+    def _output(self, vector: list[float], num_cached_tokens: int) -> PoolingRequestOutput:
+        return PoolingRequestOutput(
+            self.request_id,
+            PoolingOutput(vector),
+            self._prompt_token_ids,
+            num_cached_tokens=num_cached_tokens,
+        )

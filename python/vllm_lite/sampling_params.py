@@ -23,6 +23,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
+MAX_LENGTH_PENALTY = 10.0
 _INT32_MAX = 2**31 - 1
 
 
@@ -30,6 +31,24 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0  # every output holds everything so far
     DELTA = 1  # every output holds what is new
     FINAL_ONLY = 2  # one output, at the end
+
+
+# What has no meaning where nothing is sampled, or is not there yet for beams.
+_NOT_WITH_BEAM_SEARCH = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "stop",
+    "min_tokens",
+    "structured_outputs",
+    "bad_words",
+    "prompt_logprobs",
+)
 
 
 class StructuredOutputsParams(
@@ -81,12 +100,25 @@ class StructuredOutputsParams(
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """vLLM's names and defaults, validated when it is made.
 
+    ``best_of`` samples are drawn and the ``n`` with the highest cumulative log-probability given,
+    best first. ``use_beam_search``: the ``n`` best of a beam search of width ``n``, as
+    transformers' ``generate(num_beams=n)`` finds them; ``early_stopping`` is False, True or
+    "never". Both give one output, at the end.
+
     ``ValueError`` names the field, the limit and the value. Numbers are normalised to plain int and
     float, ``top_k=-1`` to 0, a single ``stop`` string to a list. A bool is no number, nor is a
     string (but JSON's keys are strings, so ``logit_bias`` takes "123" for 123).
+
+    max_tokens: 0 generates nothing; the prompt is computed for its ``prompt_logprobs``.
+    prompt_logprobs_start: the first of the prompt's tokens whose log-probability is asked for; what
+    comes before may come from the prefix cache.
     """
 
     n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -104,6 +136,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: int = 0
     max_tokens: int | None = 16
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
     bad_words: list[str] | None = None
@@ -140,7 +174,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 raise _error(name, "must be true or false", getattr(self, name))
         self.min_tokens = _integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
         if self.max_tokens is not None:
-            self.max_tokens = _integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
+            self.max_tokens = _integer("max_tokens", self.max_tokens, 0, _INT32_MAX)
             if self.min_tokens > self.max_tokens:
                 raise _error(
                     "min_tokens", f"must be <= max_tokens ({self.max_tokens})", self.min_tokens
@@ -152,8 +186,61 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise _error("structured_outputs", requirement, self.structured_outputs)
         if self.bad_words is not None:
             self.bad_words = _bad_words(self.bad_words)
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = _integer(
+                "prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS
+            )
+        self.prompt_logprobs_start = _integer(
+            "prompt_logprobs_start", self.prompt_logprobs_start, 0, _INT32_MAX
+        )
         if not isinstance(self.output_kind, RequestOutputKind):
             raise _error("output_kind", "must be a RequestOutputKind", self.output_kind)
+        if self.best_of is not None:
+            self.best_of = _integer("best_of", self.best_of, self.n, MAX_SAMPLES, hint="n or more")
+        self._check_beam_search()
+        if self.gives_one_output and self.output_kind is RequestOutputKind.DELTA:
+            name = "use_beam_search" if self.use_beam_search else "best_of"
+            raise _error(
+                name, "cannot be streamed: what is best is known at the end", getattr(self, name)
+            )
+
+    def _check_beam_search(self) -> None:
+        self.length_penalty = _number(
+            "length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
+        )
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
+            raise _error("early_stopping", "must be true, false or 'never'", self.early_stopping)
+        if not isinstance(self.use_beam_search, bool):
+            raise _error("use_beam_search", "must be true or false", self.use_beam_search)
+        if not self.use_beam_search:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) != _DEFAULTS[name]:
+                    raise _error(name, "needs use_beam_search", getattr(self, name))
+            return
+        if self.max_tokens == 0:
+            raise _error("max_tokens", "must be at least 1 with use_beam_search", 0)
+        # Both leave the model's log-probabilities as they are.
+        if self.temperature not in (0.0, 1.0):
+            raise _error("temperature", "must be 0 or 1 with use_beam_search", self.temperature)
+        for name in _NOT_WITH_BEAM_SEARCH:
+            value = getattr(self, name)
+            if value != _DEFAULTS[name] and value not in ([], {}):
+                requirement = "cannot be combined with use_beam_search"
+                raise _error(name, requirement, getattr(self, name))
+        if self.logprobs:
+            requirement = "must be 0 with use_beam_search: those of the chosen tokens alone"
+            raise _error("logprobs", requirement, self.logprobs)
+        if self.best_of not in (None, self.n):
+            raise _error("best_of", f"must equal n ({self.n}) with use_beam_search", self.best_of)
+
+    @property
+    def num_samples(self) -> int:
+        """How many sequences the engine core makes of it."""
+        return self.best_of or self.n
+
+    @property
+    def gives_one_output(self) -> bool:
+        return self.use_beam_search or self.num_samples > self.n
 
     def validate_for(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
         """Raises ValueError if a token id is not below ``vocab_size``, the width of the logits, or
@@ -173,9 +260,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 "structured_outputs needs a model with an end-of-sequence token, which ends an "
                 "output that is complete; this one has none"
             )
+        ends = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else eos_token_ids)}
+        if self.use_beam_search and min(self.n + len(ends), vocab_size) > MAX_LOGPROBS:
+            raise _error(
+                "n (beam_width)",
+                f"must be at most {MAX_LOGPROBS - len(ends)} with use_beam_search: a step looks at "
+                f"{MAX_LOGPROBS} tokens after each beam, and {len(ends)} token ids end a sequence",
+                self.n,
+            )
         if self.min_tokens == 0:
             return
-        ends = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else eos_token_ids)}
         if len(ends) >= vocab_size or (
             self.allowed_token_ids and ends.issuperset(self.allowed_token_ids)
         ):
@@ -184,6 +278,48 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 "must be 0 where every token that is allowed ends the request",
                 self.min_tokens,
             )
+
+
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+
+
+class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What ``LLM.beam_search`` takes: vLLM's names, and transformers' ``early_stopping``.
+
+    beam_width: beams, and sequences of the result; max_tokens: output tokens; length_penalty:
+    sequences are ranked by their log-probability / length ** length_penalty, the length counting
+    output tokens, EOS too. ``temperature`` must be 0. ``ValueError`` as ``SamplingParams``.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    early_stopping: bool | str = False
+    stop_token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        self.beam_width = _integer("beam_width", self.beam_width, 1, MAX_SAMPLES)
+        if _number("temperature", self.temperature, 0.0) != 0.0:
+            raise _error("temperature", "must be 0 in a beam search", self.temperature)
+        self.sampling_params()
+
+    def sampling_params(self) -> SamplingParams:
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            stop_token_ids=self.stop_token_ids,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
 
 def _error(name: str, requirement: str, value: object) -> ValueError:

@@ -92,6 +92,7 @@ class Objects:
         ]
 
 
+@pytest.mark.case("INS-01")
 def test_no_object_of_an_instruction_set_defines_a_shared_symbol(tmp_path: Path) -> None:
     isas = isa_flags().keys() - {"portable"}
     assert isas >= {"avx2", "avx512", "avx512_bf16", "amx"}

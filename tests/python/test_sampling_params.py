@@ -13,6 +13,7 @@ from vllm_lite.sampling_params import (
     MAX_SAMPLES,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
+    BeamSearchParams,
     RequestOutputKind,
     SamplingParams,
 )
@@ -32,7 +33,9 @@ INTEGERS = {
     "top_k": [-2, 2**31],
     "seed": [-(2**63) - 1, 2**64],
     "min_tokens": [-1, 17, 2**31],
-    "max_tokens": [0, -1, 2**31],
+    "max_tokens": [-1, 2**31],
+    "prompt_logprobs": [-1, 21, 400, 2**31, 1.5],
+    "prompt_logprobs_start": [-1, 2**31],
     "logprobs": [-1, MAX_LOGPROBS + 1],
 }
 REFUSED = (
@@ -143,10 +146,10 @@ def test_several_greedy_samples_are_allowed() -> None:
 
 
 def test_unknown_fields_are_refused() -> None:
-    with pytest.raises(TypeError, match="best_of"):
-        SamplingParams(best_of=3)  # type: ignore[call-arg]
-    with pytest.raises(msgspec.ValidationError, match="best_of"):
-        msgspec.json.decode(b'{"best_of": 3}', type=SamplingParams)
+    with pytest.raises(TypeError, match="beam_width"):
+        SamplingParams(beam_width=3)  # type: ignore[call-arg]
+    with pytest.raises(msgspec.ValidationError, match="beam_width"):
+        msgspec.json.decode(b'{"beam_width": 3}', type=SamplingParams)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +190,79 @@ def test_token_ids_lie_below_the_width_of_the_logits(name: str, value: Any) -> N
     params.validate_for(1_000_000)
 
 
+@pytest.mark.case("SMP-05")
 def test_added_tokens_are_in_the_vocabulary() -> None:
     """The limit is the width of the logits, which have rows for added tokens."""
     SamplingParams(allowed_token_ids=[49151], stop_token_ids=[49151]).validate_for(49152)
     SamplingParams().validate_for(1)
+
+
+# --- best_of and beam search ----------------------------------------------------------------------
+
+
+def test_best_of_is_n_or_more_and_not_streamed() -> None:
+    assert SamplingParams(n=2, best_of=5).num_samples == 5
+    assert SamplingParams(n=2).num_samples == 2
+    for value in (1, 0, -1, MAX_SAMPLES + 1, 2.0, "3", True):
+        with pytest.raises(ValueError, match=r"^best_of "):
+            SamplingParams(n=2, best_of=value)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^best_of cannot be streamed"):
+        SamplingParams(n=2, best_of=3, output_kind=RequestOutputKind.DELTA)
+    assert SamplingParams(n=2, best_of=2, output_kind=RequestOutputKind.DELTA).best_of == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_beam_search", 1),
+        ("use_beam_search", None),
+        ("length_penalty", NAN),
+        ("length_penalty", 10.5),
+        ("length_penalty", "1"),
+        ("early_stopping", None),
+        ("early_stopping", 1),
+        ("early_stopping", "always"),
+        ("temperature", 0.7),
+        ("top_p", 0.9),
+        ("top_k", 5),
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.1),
+        ("presence_penalty", 0.1),
+        ("frequency_penalty", 0.1),
+        ("logit_bias", {1: 1.0}),
+        ("allowed_token_ids", [1]),
+        ("stop", ["a"]),
+        ("min_tokens", 1),
+        ("logprobs", 1),
+        ("best_of", 3),
+    ],
+)
+def test_beam_search_refuses_by_name_what_it_does_not_take(field: str, value: object) -> None:
+    fields: dict[str, Any] = {"n": 2, "use_beam_search": True, field: value}
+    with pytest.raises(ValueError, match=rf"^{field} "):
+        SamplingParams(**fields)
+
+
+def test_the_width_of_a_beam_search_is_bounded_by_what_a_step_looks_at() -> None:
+    params = SamplingParams(n=MAX_LOGPROBS - 1, use_beam_search=True, stop_token_ids=[3])
+    params.validate_for(1000, eos_token_ids=[3])
+    with pytest.raises(ValueError, match=rf"^n \(beam_width\) must be at most {MAX_LOGPROBS - 2}"):
+        params.validate_for(1000, eos_token_ids=[4])
+    params.validate_for(MAX_LOGPROBS, eos_token_ids=[4])  # all there are
+
+
+def test_beam_search_params_are_checked_when_they_are_made() -> None:
+    assert BeamSearchParams(beam_width=4, max_tokens=8).sampling_params().n == 4
+    for fields in (
+        {"beam_width": 0},
+        {"beam_width": MAX_SAMPLES + 1},
+        {"max_tokens": 0},
+        {"temperature": 1.0},
+        {"length_penalty": INF},
+        {"early_stopping": "sometimes"},
+        {"ignore_eos": None},
+        {"stop_token_ids": [-1]},
+    ):
+        (name,) = fields
+        with pytest.raises(ValueError, match=rf"^{name}"):
+            BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, **fields})  # type: ignore[arg-type]

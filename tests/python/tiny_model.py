@@ -1,7 +1,9 @@
 """A tiny random Llama with a tokenizer and a chat template: a whole model directory."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -27,6 +29,22 @@ CHAT_TEMPLATE = (
 def block_bytes(block_size: int = 16) -> int:
     """Of one KV block in float32."""
     return 2 * NUM_LAYERS * 1 * block_size * HEAD_SIZE * 4
+
+
+def forced(token_ids: Sequence[int]) -> dict[str, Any]:
+    """Parameters with which a model gives these tokens in this order: each different, none of them
+    in the prompt, at most 9.
+
+    The first has the largest bias; once it is there the repetition penalty takes that away.
+    """
+    return {
+        "temperature": 0,
+        "max_tokens": len(token_ids),
+        "ignore_eos": True,
+        "allowed_token_ids": list(token_ids),
+        "logit_bias": {str(token): 100 - 10 * i for i, token in enumerate(token_ids)},
+        "repetition_penalty": 1e6,
+    }
 
 
 def make_tiny_model(directory: Path) -> Path:

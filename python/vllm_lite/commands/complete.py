@@ -5,6 +5,8 @@ from typing import Any
 from vllm_lite.commands.sources import Source
 from vllm_lite.commands.talk import converse, make_parser, run, show
 
+_MAX_TOKENS = 128  # a raw prompt has no end of its own
+
 
 def main(argv: list[str]) -> int:
     parser = make_parser(
@@ -12,6 +14,7 @@ def main(argv: list[str]) -> int:
         "Let a running server, or a MODEL that is loaded here, go on with a text. Ctrl-C stops it, "
         "Ctrl-D ends.",
         "prompt",
+        max_tokens=_MAX_TOKENS,
     )
     return run(parser, argv, _talk)
 

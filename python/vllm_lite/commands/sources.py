@@ -145,6 +145,7 @@ class Local:
     def answer(self, prompt: str | list[Message], options: dict[str, Any]) -> Iterator[Piece]:
         from msgspec.structs import replace
 
+        from vllm_lite.outputs import RequestOutput
         from vllm_lite.sampling_params import RequestOutputKind
 
         engine = self._llm.engine
@@ -162,6 +163,7 @@ class Local:
         try:
             while engine.has_unfinished_requests():
                 for output in engine.step():
+                    assert isinstance(output, RequestOutput)
                     if output.error is not None:
                         raise AnswerError(output.error)
                     for sample in output.outputs:

@@ -16,8 +16,10 @@ _CONTROLS = {code: None for code in [*range(32), 127, *range(128, 160)] if chr(c
 _SAMPLING = ("max_tokens", "temperature", "top_p", "seed")
 
 
-def make_parser(prog: str, description: str, question: str) -> Parser:
-    """``question``: what ``-q`` is called and takes."""
+def make_parser(
+    prog: str, description: str, question: str, max_tokens: int | None = None
+) -> Parser:
+    """``question``: what ``-q`` is called and takes. ``max_tokens`` None: as many as fit."""
     only_flags = ("load", "question", "url", "model", "system", *_SAMPLING)
     parser = Parser(prog, description, "[MODEL]", only_flags)
     parser.add_argument("load", nargs="?", metavar="MODEL",
@@ -31,7 +33,8 @@ def make_parser(prog: str, description: str, question: str) -> Parser:
     add("--model", "name to ask for (default: the server's first)", metavar="NAME")
     add("--api-key", "that the server asks for", metavar="KEY")
     add = add_to(parser, "answers", None)
-    add("--max-tokens", "of an answer (default: as many as fit)", type=int, metavar="N")
+    fitting = "" if max_tokens else " (default: as many as fit)"
+    add("--max-tokens", f"of an answer{fitting}", type=int, default=max_tokens, metavar="N")
     add("--temperature", "0: always the likeliest token (default: the model's)", type=float,
         metavar="T")  # fmt: skip
     add("--top-p", "(default: the model's)", type=float, metavar="P")
@@ -119,9 +122,12 @@ def converse(prog: str, question: str | None, answer: Callable[[str], object]) -
             return 1
         return 0
 
-    if question is None and not sys.stdin.isatty():
-        question = sys.stdin.read()
+    if question is None and (sys.stdin is None or not sys.stdin.isatty()):
+        question = sys.stdin.read() if sys.stdin is not None else ""
     if question is not None:
+        if not question:
+            print(f"{prog}: nothing to answer: standard input is empty", file=sys.stderr)
+            return 1
         return try_to_answer(question)
     with suppress(ImportError):  # Python may have been built without it
         import readline  # noqa: F401  # input() then edits lines and has a history

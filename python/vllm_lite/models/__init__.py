@@ -53,6 +53,11 @@ class CausalLM(Protocol):
         or what else ``ops.paged_attention`` takes.
         """
 
+    def hidden(self, indices: torch.Tensor) -> torch.Tensor:
+        """Of tokens of the batch (int32): ``[len(indices), hidden_size]``, what the last norm
+        gives, until the next call of this or of ``logits``.
+        """
+
     def logits(self, indices: torch.Tensor) -> torch.Tensor:
         """Of tokens of the batch (int32): float32 ``[len(indices), vocab_size]``, until the next
         call.

@@ -105,13 +105,18 @@ class LlamaForCausalLM:
             added = projected
 
     @torch.inference_mode()
-    def logits(self, indices: torch.Tensor) -> torch.Tensor:
+    def hidden(self, indices: torch.Tensor) -> torch.Tensor:
         """See CausalLM."""
         buffers = self._buffers
         last, residual = buffers.last(len(indices))
         ops.gather_rows(last, buffers.projected, indices, 1)
         ops.gather_rows(residual, buffers.residual, indices, 1)
         self._final_norm(last, last, residual)
-        out = buffers.logits(len(indices))
-        self._head.logits(out, last)
+        return last
+
+    @torch.inference_mode()
+    def logits(self, indices: torch.Tensor) -> torch.Tensor:
+        """See CausalLM."""
+        out = self._buffers.logits(len(indices))
+        self._head.logits(out, self.hidden(indices))
         return out

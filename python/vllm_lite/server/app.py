@@ -9,7 +9,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
-from vllm_lite.server import chat, completions, messages, openapi, responses, tokenize
+from vllm_lite.server import (
+    chat,
+    completions,
+    messages,
+    openapi,
+    pooling,
+    responses,
+    tokenize,
+)
 from vllm_lite.server.body import Body
 from vllm_lite.server.engine import EngineLike
 from vllm_lite.server.errors import ApiError, show, unavailable
@@ -135,6 +143,25 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
     async def show_load() -> Response:
         """Requests that are being answered."""
         return _json(LoadResponse(server_load=len(state.active)))
+
+    @app.post(
+        "/v1/embeddings", openapi_extra=openapi.takes("EmbeddingRequest", "EmbeddingResponse")
+    )
+    async def create_embeddings(request: Request) -> Response:
+        return await _generate(request, state, pooling.prepare_embeddings)
+
+    async def score(request: Request) -> Response:
+        """How likely each query is after its document."""
+        return await _generate(request, state, pooling.prepare_score)
+
+    async def rerank(request: Request) -> Response:
+        """The documents, those first after which the query is likeliest."""
+        return await _generate(request, state, pooling.prepare_rerank)
+
+    for path in ("/score", "/v1/score"):
+        app.post(path, openapi_extra=openapi.takes("ScoreRequest", "ScoreResponse"))(score)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        app.post(path, openapi_extra=openapi.takes("RerankRequest", "RerankResponse"))(rerank)
 
     @get("/v1/models", openapi_extra=openapi.answers("ModelList"))
     async def list_models() -> Response:

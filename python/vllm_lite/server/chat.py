@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 
 from vllm_lite.output_parser import Content, Event, Reasoning, ToolArguments, ToolCallStart
-from vllm_lite.outputs import CompletionOutput
+from vllm_lite.outputs import CompletionOutput, PromptLogprobs
+from vllm_lite.sampling_params import SamplingParams
 from vllm_lite.server.body import check_nesting, decode
 from vllm_lite.server.errors import bad_request, show
-from vllm_lite.server.generation import Job, Renderer, make_job
-from vllm_lite.server.logprobs import LogprobsWriter
+from vllm_lite.server.generation import Job, PromptResult, Renderer, make_job
+from vllm_lite.server.logprobs import LogprobsWriter, prompt_list
 from vllm_lite.server.protocol import (
     CallDelta,
     CalledFunction,
@@ -26,6 +27,7 @@ from vllm_lite.server.protocol import (
     Delta,
     FunctionDelta,
     Message,
+    PromptLogprobsList,
     ResponseMessage,
     Tool,
     ToolCall,
@@ -89,9 +91,9 @@ def make_chat_job(state: ServerState, request: ChatRequest, prefix: str) -> tupl
     """What every endpoint with conversations does, once it has made a ``ChatRequest``."""
     engine = state.engine
     model = served_name(engine, request.model)
-    logprobs = _logprobs(request)
-    check_choices(state, 1, request.n or 1, "n")
     refuse_unsupported(request)
+    logprobs = _logprobs(request)
+    check_choices(state, request, 1, "messages")
     tools = check_tools(request)
     token_ids = _encode(state, request, tools)
     length = output_length(
@@ -100,9 +102,13 @@ def make_chat_job(state: ServerState, request: ChatRequest, prefix: str) -> tupl
         engine.config.max_model_len,
         engine.model_config.generation_defaults.get("max_new_tokens"),
         "messages",
+        may_be_zero=request.prompt_logprobs is not None,
     )
     check_token_ids(token_ids, engine.model_config.vocab_size, "messages")
-    params = sampling_params(request, engine, logprobs=logprobs, max_tokens=length)
+    params = sampling_params(
+        request, engine, logprobs=logprobs, prompt_logprobs=request.prompt_logprobs,
+        max_tokens=length,
+    )  # fmt: skip
     plan, params = plan_output(state, request, tools, token_ids, params)
     job = make_job(
         request, prefix, model=model, prompts=[token_ids], params=for_prompts(params, [length])
@@ -245,19 +251,27 @@ class ChatRenderer(Renderer):
     ) -> None:
         self._job = job
         # None: there is nothing to look for, and texts go through as they are.
-        self._parsers = None if plan.plain else [plan.parser() for _ in range(job.params[0].n)]
+        self._parsers = None if plan.plain else [plan.parser() for _ in range(job.n)]
         self._called: set[int] = set()  # choices with calls
         self._shows_reasoning = request.include_reasoning is not False
         ids = bool(request.return_tokens_as_token_ids)
         self._usage_field: msgspec.UnsetType | None = None if job.include_usage else msgspec.UNSET
         self._greeted: set[int] = set()  # choices whose role is out
-        top = job.params[0].logprobs
+        self._prompt_logprobs: PromptLogprobs | None = None
+        params = job.params[0]
+        assert isinstance(params, SamplingParams)
+        self._prompt_top = params.prompt_logprobs
+        top = params.logprobs
         # Chat log-probabilities keep no state between pieces: one writer serves all choices.
         self._writer = (
             LogprobsWriter(state.token_texts, top, ids=ids, skip_special=True)
             if top is not None
             else None
         )
+
+    def prompt(self, index: int, result: PromptResult) -> None:
+        assert isinstance(result, PromptLogprobs)
+        self._prompt_logprobs = result
 
     def chunks(
         self, choice: int, output: CompletionOutput, usage: Callable[[], Usage]
@@ -315,6 +329,9 @@ class ChatRenderer(Renderer):
             )
             for choice, output in enumerate(outputs)
         ]
+        prompt_logprobs: PromptLogprobsList | msgspec.UnsetType = msgspec.UNSET
+        if self._prompt_logprobs is not None and self._prompt_top is not None:
+            prompt_logprobs = prompt_list(self._prompt_logprobs, self._prompt_top)
         return ChatResponse(
             id=job.id,
             created=job.created,
@@ -322,6 +339,7 @@ class ChatRenderer(Renderer):
             choices=choices,
             usage=usage,
             prompt_token_ids=job.prompts[0] if job.return_token_ids else msgspec.UNSET,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _events(self, choice: int, output: CompletionOutput) -> list[Event]:

@@ -3,7 +3,8 @@
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from vllm_lite.outputs import RequestOutput
+from vllm_lite.outputs import PoolingRequestOutput, RequestOutput
+from vllm_lite.pooling_params import PoolingParams
 from vllm_lite.sampling_params import SamplingParams
 from vllm_lite.stats import EngineStats
 
@@ -43,6 +44,9 @@ class TokenizerLike(Protocol):
 class ModelConfigLike(Protocol):
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
 
     @property
     def generation_defaults(self) -> Mapping[str, Any]: ...
@@ -87,6 +91,16 @@ class EngineLike(Protocol):
         Raises before its first output ``ValueError``, ``QueueFullError`` or ``EngineDeadError``;
         later ``EngineError`` when the request failed.
         """
+        ...
+
+    def encode(
+        self,
+        prompt: list[int],
+        pooling_params: PoolingParams,
+        request_id: str,
+        priority: int = 0,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """One output; errors as ``generate``'s."""
         ...
 
     def health(self) -> str | None: ...

@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -19,7 +20,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm_lite.errors import EngineError
-from vllm_lite.outputs import CompletionOutput, RequestOutput
+from vllm_lite.outputs import CompletionOutput, PromptLogprobs, RequestOutput
+from vllm_lite.pooling_params import PoolingParams
 from vllm_lite.sampling_params import SamplingParams
 from vllm_lite.server.connection import WRITE_PART
 from vllm_lite.server.errors import (
@@ -59,13 +61,22 @@ class Job(msgspec.Struct, kw_only=True):
     model: str
     created: int
     prompts: list[list[int]]
-    params: list[SamplingParams]
+    params: list[SamplingParams | PoolingParams]
     priority: int
-    cache_salt: str  # empty: none
     stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    return_token_ids: bool
+    cache_salt: str = ""  # empty: none
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+
+    @property
+    def n(self) -> int:
+        params = self.params[0]
+        return params.n if isinstance(params, SamplingParams) else 1
+
+
+# What is computed of a prompt itself: its tokens' log-probabilities, or a vector.
+PromptResult = PromptLogprobs | list[float]
 
 
 def make_job(
@@ -74,7 +85,7 @@ def make_job(
     *,
     model: str,
     prompts: list[list[int]],
-    params: list[SamplingParams],
+    params: list[SamplingParams | PoolingParams],
 ) -> Job:
     """``prefix``: of the answer's id, which says what kind of object it is."""
     options = request.stream_options
@@ -98,6 +109,10 @@ class Renderer(ABC):
 
     # Server-sent events carry their ``type`` as name, and no [DONE] follows the last.
     named_events = False
+
+    def prompt(self, index: int, result: PromptResult) -> None:
+        """Of the job's prompt ``index``; comes before its choices."""
+        raise AssertionError("nothing was to be computed of a prompt")
 
     @abstractmethod
     def chunks(
@@ -134,6 +149,10 @@ class GenerationResponse(Response):
         self._work: asyncio.Task[None] | None = None
         self._write_part: Callable[[bytes], bool] = lambda _: False
         self._prompt_tokens = sum(map(len, job.prompts))
+        # Of prompts without samples there may be more than may wait.
+        limit = min(state.options.max_choices, state.engine.config.max_num_waiting)
+        self._running = asyncio.Semaphore(limit)
+        self._n = job.n
         self._cached = [0] * len(job.prompts)
         self._generated = 0
 
@@ -182,20 +201,28 @@ class GenerationResponse(Response):
                 await self._send_error(send, error)
 
     async def _stream(self, send: Send) -> None:
-        n = self._job.params[0].n
         async with aclosing(self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 self._count(prompt_index, output)
-                events = b""
-                for sample in output.outputs:
-                    choice = prompt_index * n + sample.index
-                    events += self._frame(self._renderer.chunks(choice, sample, self._usage))
+                if output.prompt_logprobs is None:
+                    events = self._events(prompt_index, output)
+                else:
+                    events = await self._state.offload(partial(self._events, prompt_index, output))
                 if events or not self._started:
                     await self._send_events(send, events, more=True)
         last = self._frame(self._renderer.ending(self._usage()))
         if not self._renderer.named_events:
             last += b"data: [DONE]\n\n"
         await self._send_events(send, last, more=False)
+
+    def _events(self, prompt_index: int, output: RequestOutput) -> bytes:
+        if output.prompt_logprobs is not None:
+            self._renderer.prompt(prompt_index, output.prompt_logprobs)
+        events = b""
+        for sample in output.outputs:
+            choice = prompt_index * self._n + sample.index
+            events += self._frame(self._renderer.chunks(choice, sample, self._usage))
+        return events
 
     def _frame(self, events: Iterable[msgspec.Struct]) -> bytes:
         encode = self._state.encoder.encode
@@ -207,11 +234,13 @@ class GenerationResponse(Response):
         )
 
     async def _plain(self, send: Send) -> None:
-        n = self._job.params[0].n
+        n = self._n
         choices: list[CompletionOutput | None] = [None] * (len(self._job.prompts) * n)
         async with aclosing(self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 self._count(prompt_index, output)
+                if output.prompt_logprobs is not None:
+                    self._renderer.prompt(prompt_index, output.prompt_logprobs)
                 for sample in output.outputs:
                     choices[prompt_index * n + sample.index] = sample
         complete = [choice for choice in choices if choice is not None]  # _one() has checked
@@ -220,8 +249,7 @@ class GenerationResponse(Response):
         def render() -> bytes:
             return self._state.encoder.encode(self._renderer.whole(complete, usage))
 
-        weight = self._generated * (1 + (self._job.params[0].logprobs or 0))
-        body = await self._state.offload(render) if weight > _LARGE_ANSWER else render()
+        body = await self._state.offload(render) if self._weight() > _LARGE_ANSWER else render()
         await self._send_body(send, 200, body)
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -231,22 +259,54 @@ class GenerationResponse(Response):
             return self._one(0)
         return merge([self._one(index) for index in range(prompts)])
 
+    def _weight(self) -> int:
+        """Tokens, alternatives and numbers that the whole answer tells of, roughly."""
+        params = self._job.params[0]
+        if isinstance(params, PoolingParams):
+            return len(self._job.prompts) * self._state.engine.model_config.hidden_size
+        weight = self._generated * (1 + (params.logprobs or 0))
+        if params.prompt_logprobs is not None:
+            weight += self._prompt_tokens * (1 + params.prompt_logprobs)
+        return weight
+
+    def _start(self, index: int, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+        job, params = self._job, self._job.params[index]
+        if isinstance(params, PoolingParams):
+            return self._pool(index, params, request_id)
+        prompt: list[int] | Mapping[str, object] = job.prompts[index]
+        if job.cache_salt:
+            prompt = {"prompt_token_ids": job.prompts[index], "cache_salt": job.cache_salt}
+        return self._state.engine.generate(prompt, params, request_id, job.priority)
+
+    async def _pool(
+        self, index: int, params: PoolingParams, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Gives the renderer the prompt's vector; what is left is an output without a token."""
+        job = self._job
+        prompt = job.prompts[index]
+        async with aclosing(
+            self._state.engine.encode(prompt, params, request_id, job.priority)
+        ) as outputs:
+            async for output in outputs:
+                if output.error is not None:
+                    raise EngineError(f"the engine ended the request: {output.error}")
+                self._renderer.prompt(index, output.outputs.data)
+                done = CompletionOutput(0, "", [], finish_reason="stop")
+                cached = output.num_cached_tokens
+                yield RequestOutput(request_id, None, prompt, [done], True, cached)
+
     async def _one(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         job = self._job
         request_id = f"{job.id}-{secrets.token_hex(8)}"
-        ids = job.prompts[index]
-        prompt: list[int] | Mapping[str, object] = ids
-        if job.cache_salt:
-            prompt = {"prompt_token_ids": ids, "cache_salt": job.cache_salt}
-        watch = self._state.metrics.watch(len(ids), job.stream)
-        reason = "abort"
+        watch = self._state.metrics.watch(len(job.prompts[index]), job.stream)
+        reason: str | None = "abort"
+        has_output = False
         finished: list[str] = []
         try:
-            async with aclosing(
-                self._state.engine.generate(prompt, job.params[index], request_id, job.priority)
-            ) as outputs:
+            async with self._running, aclosing(self._start(index, request_id)) as outputs:
                 async for output in outputs:
                     self._has_output = True
+                    has_output = True
                     watch.output(output)
                     for sample in output.outputs:
                         if sample.finish_reason in ("abort", "error"):
@@ -256,15 +316,16 @@ class GenerationResponse(Response):
                         if sample.finish_reason is not None:
                             finished.append(sample.finish_reason)
                     yield index, output
-            n = job.params[index].n
-            if len(finished) != n:
-                raise EngineError(f"the engine finished {len(finished)} of {n} samples")
+            if len(finished) != self._n:
+                raise EngineError(f"the engine finished {len(finished)} of {self._n} samples")
             reason = finished[-1]
-        except Exception:
-            reason = "error"
+        except Exception as error:
+            # Before any output all but an EngineError means that the engine did not take it.
+            reason = "error" if has_output or isinstance(error, EngineError) else None
             raise
         finally:
-            watch.finish(reason)
+            if reason is not None:
+                watch.finish(reason)
 
     def _count(self, prompt_index: int, output: RequestOutput) -> None:
         cached = self._cached

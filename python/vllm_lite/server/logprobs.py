@@ -6,19 +6,47 @@ character shows U+FFFD there, and the bytes of neighbours joined give the charac
 
 import codecs
 import math
+from collections.abc import Sequence
 
-from vllm_lite.outputs import Logprob
+from vllm_lite.outputs import Position
 from vllm_lite.server.engine import TokenizerLike
-from vllm_lite.server.protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from vllm_lite.server.protocol import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobsList,
+    TokenLogprob,
+    TopLogprob,
+)
 
 # JSON has no infinity: a masked token's log-probability is sent as this. Finite values stay.
 LOGPROB_FLOOR = -9999.0
 
-Position = dict[int, Logprob]
-
 
 def finite(value: float) -> float:
     return value if math.isfinite(value) else LOGPROB_FLOOR
+
+
+def prompt_list(prompt: Sequence[Position | None], top: int) -> PromptLogprobsList:
+    """vLLM's ``prompt_logprobs``: each token with the ``top`` likeliest."""
+    shown: PromptLogprobsList = []
+    for position in prompt:
+        if position is None:
+            shown.append(None)
+            continue
+        own = next(iter(position))
+        shown.append(
+            {
+                token_id: PromptLogprob(
+                    logprob=finite(entry.logprob),
+                    rank=entry.rank,
+                    decoded_token=entry.decoded_token,
+                )
+                for token_id, entry in position.items()
+                if token_id == own or (entry.rank or 0) <= top
+            }
+        )
+    return shown
 
 
 class TokenTexts:
@@ -86,22 +114,49 @@ class LogprobsWriter:
     def completion(self, token_ids: list[int], positions: list[Position]) -> CompletionLogprobs:
         out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token_id, position in zip(token_ids, positions, strict=True):
-            text, data, special = self._token(token_id)
-            chosen = finite(position[token_id].logprob)
-            # Two tokens may share a text (parts of characters); the likelier one keeps the key.
-            top: dict[str, float] = {}
-            for other, logprob in self._best(position):
-                top.setdefault(self._token(other)[0], finite(logprob))
-            top.setdefault(
-                text, chosen
-            )  # OpenAI adds the chosen token when it is not among the top
-            out.tokens.append(text)
-            out.token_logprobs.append(chosen)
-            out.top_logprobs.append(top)
-            out.text_offset.append(self._offset)
+            data, special = self._add(out, token_id, position)
             if not (special and self._skip_special):
                 self._offset += len(self._decoder.decode(data))
         return out
+
+    def echo(
+        self, token_ids: Sequence[int], positions: Sequence[Position | None], text: str
+    ) -> CompletionLogprobs:
+        """Of the prompt, which the choice's text begins with as ``text``: as it was given, so with
+        the special tokens that it names and without those that the tokenizer adds.
+        """
+        out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for token_id, position in zip(token_ids, positions, strict=True):
+            data, special = self._add(out, token_id, position)
+            piece = data.decode("utf-8", "replace") if special else self._decoder.decode(data)
+            # SentencePiece begins the first word with a space that a text need not have.
+            if self._offset == 0 and piece.startswith(" ") and not text.startswith(" "):
+                piece = piece[1:]
+            if not special or text.startswith(piece, self._offset):
+                self._offset += len(piece)
+        self._decoder.reset()
+        self._offset = len(text)
+        return out
+
+    def _add(
+        self, out: CompletionLogprobs, token_id: int, position: Position | None
+    ) -> tuple[bytes, bool]:
+        """Adds a token's entries; (its bytes, whether it is special)."""
+        text, data, special = self._token(token_id)
+        chosen: float | None = None
+        top: dict[str, float] | None = None
+        if position is not None:
+            chosen, top = finite(position[token_id].logprob), {}
+            # Two tokens may share a text (parts of characters); the likelier one keeps the key.
+            for other, logprob in self._best(position):
+                top.setdefault(self._token(other)[0], finite(logprob))
+            # OpenAI adds the chosen token when it is not among the top.
+            top.setdefault(text, chosen)
+        out.tokens.append(text)
+        out.token_logprobs.append(chosen)
+        out.top_logprobs.append(top)
+        out.text_offset.append(self._offset)
+        return data, special
 
     def _token(self, token_id: int) -> tuple[str, bytes, bool]:
         text, data, special = self._texts(token_id)

@@ -14,6 +14,14 @@ from vllm_lite.server.messages_protocol import (
     MessagesRequest,
     MessagesResponse,
 )
+from vllm_lite.server.pooling_protocol import (
+    EmbeddingRequest,
+    EmbeddingResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
 from vllm_lite.server.protocol import (
     NEUTRAL,
     ChatChunk,
@@ -48,6 +56,8 @@ _TYPES: tuple[type[msgspec.Struct], ...] = (
     CountTokensResponse,
     DetokenizeRequest,
     DetokenizeResponse,
+    EmbeddingRequest,
+    EmbeddingResponse,
     ErrorResponse,
     HealthResponse,
     LoadResponse,
@@ -57,6 +67,10 @@ _TYPES: tuple[type[msgspec.Struct], ...] = (
     MessagesResponse,
     ModelCard,
     ModelList,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
     ResponsesEvent,
     ResponsesRequest,
     ResponsesResponse,

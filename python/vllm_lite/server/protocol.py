@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 from vllm_lite.sampling_params import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PENALTY,
@@ -32,6 +33,10 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NonNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+# The range is checked where the message can name the limit for what is below it, too.
+PromptLogprobsCount = Annotated[
+    int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_LOGPROBS})
+]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 # What X-Request-Id may be, too (gateway).
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:+=@/-]{1,128}$(?!\n)")]
@@ -117,13 +122,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 class GenerationRequest(SamplingFields, kw_only=True):
     """What both of OpenAI's older generation endpoints take."""
 
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None  # wins over max_tokens
+    max_tokens: NonNegative | None = None  # 0 with echo or prompt_logprobs alone
+    max_completion_tokens: NonNegative | None = None  # wins over max_tokens
     n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
     stream_options: StreamOptions | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: to fit
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: PromptLogprobsCount | None = None
 
     prediction: Ignored = None
 
@@ -136,15 +142,16 @@ class GenerationRequest(SamplingFields, kw_only=True):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
 
-    best_of: Positive | None = None  # only equal to n
-    echo: Unsupported = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None  # n or more; not streamed
+    use_beam_search: bool | None = None  # of width n; not streamed
+    length_penalty: Annotated[float, Meta(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = (
+        None
+    )
+    early_stopping: bool | Literal["never"] | None = None
     kv_transfer_params: Unsupported = None
-    length_penalty: Unsupported = None
     logits_processors: Unsupported = None
-    prompt_logprobs: Unsupported = None
     spaces_between_special_tokens: Unsupported = None
     structural_tag: Unsupported = None
-    use_beam_search: Unsupported = None
     vllm_xargs: Unsupported = None
 
 
@@ -152,6 +159,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
+    echo: bool | None = None  # the prompt's text and log-probabilities come first
 
     prompt_embeds: Unsupported = None
     suffix: Unsupported = None
@@ -241,6 +249,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
 
     audio: Unsupported = None
+    echo: Unsupported = None
     function_call: Unsupported = None
     functions: Unsupported = None
     mm_processor_kwargs: Unsupported = None
@@ -255,7 +264,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
@@ -263,7 +271,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
-    "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
 
@@ -287,12 +294,24 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """One entry per token in each list. ``text_offset``: characters of the choice's own text."""
+    """One entry per token in each list; null for the first of an echoed prompt. ``text_offset``:
+    characters of the choice's own text.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+# Of the prompt's tokens in order: by token id, the prompt's own first; null for the first token.
+PromptLogprobsList = list[dict[int, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -303,6 +322,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None  # the stop string or token id that matched; null for EOS
     prompt_token_ids: list[int] | UnsetType = UNSET  # with return_token_ids, in the first chunk
     token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobsList | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
@@ -373,6 +393,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobsList | UnsetType = UNSET
 
 
 class FunctionDelta(msgspec.Struct, kw_only=True):

@@ -8,6 +8,7 @@ import msgspec
 
 from vllm_lite.output_parser import OutputParser
 from vllm_lite.outputs import CompletionOutput
+from vllm_lite.sampling_params import SamplingParams
 from vllm_lite.server.blocks import Block, BlockReader, Change, Closed, Grown, Kind, Opened
 from vllm_lite.server.body import check_nesting, decode
 from vllm_lite.server.chat import make_chat_job, text_of
@@ -323,6 +324,7 @@ class ResponsesRenderer(Renderer):
         """``usage`` None: at the start of a stream."""
         job, request = self._job, self._request
         params = job.params[0]
+        assert isinstance(params, SamplingParams)
         wanted = request.text.format if request.text else None
         effort = request.reasoning.effort if request.reasoning else None
         default_choice: ToolMode = "auto" if request.tools else "none"

@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 
+from vllm_lite.pooling_params import PoolingParams
 from vllm_lite.sampling_params import (
+    MAX_LOGPROBS,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
@@ -27,6 +29,10 @@ from vllm_lite.server.state import ServerState
 # Fields of one name and meaning on both sides; null takes the model's default, then the class's.
 _SAME = (
     "n",
+    "best_of",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
     "temperature",
     "top_p",
     "top_k",
@@ -77,12 +83,16 @@ def refuse_unsupported(request: GenerationRequest) -> None:
                 "structured_outputs",
                 "unsupported_parameter",
             )
-    n = request.n or 1
-    if request.best_of is not None and request.best_of != n:
+    asked = request.prompt_logprobs
+    if asked is not None and not 0 <= asked <= MAX_LOGPROBS:
         raise bad_request(
-            f"best_of: {request.best_of} is not supported; it must equal n ({n}) or be left out",
-            "best_of",
-            "unsupported_parameter",
+            f"prompt_logprobs: {asked} is outside 0..{MAX_LOGPROBS}", "prompt_logprobs"
+        )
+    if asked is not None and request.stream:
+        raise bad_request(
+            "prompt_logprobs: not available with stream true; completions stream them with echo and"
+            " logprobs",
+            "prompt_logprobs",
         )
     if request.stream_options is not None:
         if not request.stream:
@@ -110,8 +120,13 @@ def served_name(engine: EngineLike, asked: str | None) -> str:
     return asked
 
 
-def check_choices(state: ServerState, prompts: int, n: int, param: str) -> None:
+def check_choices(
+    state: ServerState, request: GenerationRequest, prompts: int, prompt_param: str
+) -> None:
     """All choices wait at once, so that more than the queue holds could never be served."""
+    n_name = "n" if request.best_of is None else "best_of"
+    n = getattr(request, n_name) or 1
+    param = prompt_param if n == 1 else n_name
     limits = {
         "max_choices": state.options.max_choices,
         "max_num_waiting": state.engine.config.max_num_waiting,
@@ -119,21 +134,27 @@ def check_choices(state: ServerState, prompts: int, n: int, param: str) -> None:
     name = min(limits, key=lambda name: limits[name])
     if prompts * n > limits[name]:
         raise bad_request(
-            f"{param}: {prompts} prompts x n={n} are {prompts * n} choices; this server's limit is"
-            f" {limits[name]} ({name})",
+            f"{param}: {prompts} prompts x {n_name}={n} are {prompts * n} choices; this server's"
+            f" limit is {limits[name]} ({name})",
             param,
         )
 
 
 def sampling_params(
-    request: GenerationRequest, engine: EngineLike, *, logprobs: int | None, max_tokens: int
+    request: GenerationRequest,
+    engine: EngineLike,
+    *,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    max_tokens: int,
 ) -> SamplingParams:
     """``max_tokens`` here is provisional: ``for_prompt`` sets each prompt's own."""
     fields: dict[str, Any] = {}
     defaults = engine.model_config.generation_defaults
     for name in _SAME:
         value = getattr(request, name)
-        if value is None and name in _MODEL_DEFAULTS:
+        # Those of the model are about sampling, and a beam search samples nothing.
+        if value is None and name in _MODEL_DEFAULTS and not request.use_beam_search:
             value = defaults.get(name)
         if value is not None:
             fields[name] = value
@@ -153,7 +174,10 @@ def sampling_params(
             "min_tokens",
         )
     try:
-        return SamplingParams(logprobs=logprobs, max_tokens=max_tokens, output_kind=kind, **fields)
+        return SamplingParams(
+            logprobs=logprobs, prompt_logprobs=prompt_logprobs, max_tokens=max_tokens,
+            output_kind=kind, **fields,
+        )  # fmt: skip
     except ValueError as error:
         raise bad_request(str(error), field_of(error)) from error
 
@@ -207,18 +231,25 @@ def output_length(
     max_model_len: int,
     default: int | None,
     param: str,
+    may_be_zero: bool,
 ) -> int:
-    """How many tokens may be generated; ``default`` None: as many as fit.
+    """How many tokens may be generated; ``default`` None: as many as fit. ``may_be_zero``: the
+    request asks for something of its prompt.
 
     A length that was asked for must fit whole; a default is cut to what is left.
     """
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     asked = getattr(request, name)
+    if asked == 0 and not may_be_zero:
+        raise bad_request(
+            f"{name}: 0 generates nothing; it must be at least 1 without echo or prompt_logprobs",
+            name,
+        )
     left = max_model_len - prompt_length
     if left < 1:
         output = (
             f"{asked} output tokens were asked for"
-            if asked
+            if asked is not None
             else "at least 1 output token is needed"
         )
         raise bad_request(
@@ -256,7 +287,7 @@ def truncated(request: GenerationRequest, ids: list[int], max_model_len: int) ->
     return ids[-kept:] if kept > 0 else ids
 
 
-def for_prompts(params: SamplingParams, lengths: list[int]) -> list[SamplingParams]:
+def for_prompts(params: SamplingParams, lengths: list[int]) -> list[SamplingParams | PoolingParams]:
     return [
         params
         if length == params.max_tokens

@@ -12,9 +12,10 @@ def largest_plan(
     """A plan of as many tokens as a step may have, spread over as many new sequences, all KV in
     block 0.
 
-    Every sequence is sampled from, with cuts, penalties and the most logprobs. The first has the
-    longest history and lists of ids that a request may have. Not all of them: their upload would be
-    larger than any that happens, and a step that finds no memory for one fails alone.
+    Every sequence is sampled from, with cuts, penalties and the most logprobs, and all other tokens
+    have as many. The first has the longest history and lists of ids that a request may have. Not
+    all of them: their upload would be larger than any that happens, and a step that finds no memory
+    for one fails alone.
     """
     num_seqs = min(max_num_seqs, max_num_tokens)
     num_tokens = min(max_num_tokens, num_seqs * max_model_len)
@@ -57,10 +58,20 @@ def largest_plan(
             table_updates,
         )
     ]
-    body = b"".join([*parts, new_rows.tobytes(), row_lists.astype(np.int32).tobytes()])
+    indices = np.setdiff1d(np.arange(num_tokens), query_start[1:] - 1)
+    scored = np.stack([indices, 0 * indices, np.full_like(indices, num_logprobs)], axis=1)
+    body = b"".join(
+        [
+            *parts,
+            new_rows.tobytes(),
+            row_lists.astype(np.int32).tobytes(),
+            scored.astype(np.int32).tobytes(),
+        ]
+    )
     longest = seq_lens.max()
     header = [
         PLAN_MAGIC, HEADER_WORDS + len(body) // 4, 0, 0, num_tokens, num_seqs, num_seqs,
         len(table_updates), 0, 0, num_seqs, len(row_lists), longest, longest, num_logprobs, 0,
+        len(indices), num_logprobs, 0, 0,
     ]  # fmt: skip
     return np.array(header, dtype=np.int32).tobytes() + body

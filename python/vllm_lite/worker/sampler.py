@@ -11,9 +11,10 @@ from vllm_lite.worker.step_plan import NEW_ROW_WORDS, RowLists, StepChanges, Ste
 class PendingResult:
     """A step's result on its way from the device; ``wait`` gives its words."""
 
-    def __init__(self, plan: StepPlan, words: torch.Tensor) -> None:
+    def __init__(self, plan: StepPlan, vector_size: int, words: torch.Tensor) -> None:
         """words: int32, of the result without its header."""
         self._plan = plan
+        self._vector_size = vector_size
         self._words = words
         self._event: torch.cuda.Event | None = None
         if words.is_cuda:
@@ -38,10 +39,7 @@ class PendingResult:
         """The words of csrc/scheduler/step_plan.h. Raises RuntimeError if the device failed."""
         if self._event is not None:
             self._event.synchronize()
-        plan = self._plan
-        return encode_result(
-            plan.step_words, plan.num_logits, plan.max_logprobs, self._words.numpy()
-        )
+        return encode_result(self._plan, self._vector_size, self._words.numpy())
 
 
 class Sampler:
@@ -50,7 +48,10 @@ class Sampler:
     Nothing is done when a row is freed: whoever gets it next brings a state of its own.
     """
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, workspace_rows: int, vocab_size: int, device: torch.device
+    ) -> None:
+        """workspace_rows: the most that one call of the op has, here or with the same workspace."""
         self._vocab_size = vocab_size
         self._max_rows = max_rows
         self._device = device
@@ -61,10 +62,10 @@ class Sampler:
         self._id_lists: torch.Tensor | None = None
         self._output_counts: torch.Tensor | None = None
         self._prompt_mask: torch.Tensor | None = None
-        self._workspace: torch.Tensor | None = None
+        self.workspace: torch.Tensor | None = None
         if device.type == "cuda":
-            size = ops.sample_workspace_bytes(max_rows, vocab_size)
-            self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
+            size = ops.sample_workspace_bytes(workspace_rows, vocab_size)
+            self.workspace = torch.empty(size, dtype=torch.uint8, device=device)
 
     def add_rows(self, changes: StepChanges, lists: Iterator[RowLists]) -> None:
         """changes: on the device; lists: of the rows that have any."""
@@ -104,8 +105,9 @@ class Sampler:
         plan: StepPlan,
         token_masks: torch.Tensor | None = None,
         mask_index: torch.Tensor | None = None,
-    ) -> PendingResult:
-        """Samples from ``logits`` ``[num_logits, vocab_size]`` of the plan.
+    ) -> torch.Tensor:
+        """Samples from ``logits`` ``[num_logits, vocab_size]`` of the plan. Returns the words of
+        the result's first sections.
 
         rows, positions: int32 ``[num_logits]``, on the device; so are the masks, if there are any
         (``ops.sample``).
@@ -119,7 +121,7 @@ class Sampler:
             lengths += [num_logits * num_top] * 2
         words = torch.empty(sum(lengths), dtype=torch.int32, device=self._device)
         if num_logits == 0:
-            return PendingResult(plan, words)
+            return words
         token_ids = words
         logprobs = ranks = top_ids = top_logprobs = None
         if num_top >= 0:
@@ -130,10 +132,10 @@ class Sampler:
                 top_logprobs = top_logprobs.view(torch.float32)
         ops.sample(
             logits, rows, positions, self._row_state, self._id_lists, self._output_counts,
-            self._prompt_mask, token_ids, logprobs, ranks, top_ids, top_logprobs, self._workspace,
+            self._prompt_mask, token_ids, logprobs, ranks, top_ids, top_logprobs, self.workspace,
             self.last_tokens, token_masks, mask_index,
         )  # fmt: skip
-        return PendingResult(plan, words)
+        return words
 
     def _zeros(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)

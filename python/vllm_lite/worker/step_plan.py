@@ -8,7 +8,7 @@ import torch
 
 PLAN_MAGIC = 0x564C5031
 RESULT_MAGIC = 0x564C5231
-HEADER_WORDS = 16
+HEADER_WORDS = 20
 # A new row: its number, then a RowState (csrc/core/row_state.h).
 NEW_ROW = np.dtype(
     [
@@ -31,6 +31,7 @@ NEW_ROW = np.dtype(
     ]
 )
 NEW_ROW_WORDS = NEW_ROW.itemsize // 4
+POOLING_MEAN = 2  # csrc/scheduler/sequence.h
 _MAX_ERROR_BYTES = 4096
 
 
@@ -42,6 +43,7 @@ class StepChanges:
     block_copies: torch.Tensor  # [count, 2]: source, destination
     new_rows: torch.Tensor  # [count, 17]: row, RowState
     row_lists: torch.Tensor  # [words], of the new rows back to back; then their constraints
+    scored: torch.Tensor  # [count, 3]: index into token_ids, token, how many of the likeliest
 
 
 @dataclass(slots=True)
@@ -61,6 +63,18 @@ class RowConstraint:
     row: int
     constraint: bytes
     output: list[int]
+
+
+@dataclass(slots=True)
+class PooledPart:
+    """What a step computes of a sequence whose hidden states are pooled."""
+
+    row: int
+    first: int  # its tokens in the step: [first, end)
+    end: int
+    num_tokens: int  # of the sequence so far, these included
+    is_mean: bool  # else of the last token
+    ends: bool  # the vector is due
 
 
 def step_words_of(plan: memoryview | bytes) -> list[int]:
@@ -85,6 +99,7 @@ class StepPlan:
         self.num_tokens, self.num_seqs, self.num_logits = header[4:7]
         num_updates, num_copies, num_freed, self._num_new_rows, self._num_list_words = header[7:12]
         self.max_logprobs, self.num_placeholders = header[14:16]
+        self.num_scored, self.max_prompt_logprobs, self.num_pooled, self.num_vectors = header[16:20]
         self._query_start_at = HEADER_WORDS + 4 * self.num_tokens
         begin = self._query_start_at + 3 * self.num_seqs + 1 + self.num_logits
         self.changes = self.words[begin:]
@@ -94,16 +109,39 @@ class StepPlan:
             num_freed,
             NEW_ROW_WORDS * self._num_new_rows,
             self._num_list_words,
+            3 * self.num_scored,
+            3 * self.num_pooled,
         )
 
     def split_changes(self, words: torch.Tensor) -> StepChanges:
         """words: those of ``changes``, on any device. Raises RuntimeError if they are not as many
         as the plan says.
         """
-        updates, copies, _, new_rows, lists = words.split_with_sizes(self._change_words)
+        updates, copies, _, new_rows, lists, scored, _ = words.split_with_sizes(self._change_words)
         return StepChanges(
-            updates.view(-1, 3), copies.view(-1, 2), new_rows.view(-1, NEW_ROW_WORDS), lists
-        )
+            updates.view(-1, 3), copies.view(-1, 2), new_rows.view(-1, NEW_ROW_WORDS), lists,
+            scored.view(-1, 3),
+        )  # fmt: skip
+
+    def pooled_parts(self) -> list[PooledPart]:
+        """Of the sequences whose hidden states are pooled, in the plan's order."""
+        words = self.words.numpy()
+        begin = HEADER_WORDS + 4 * self.num_tokens
+        starts = words[begin : begin + self.num_seqs + 1]
+        lens = words[begin + self.num_seqs + 1 :][: self.num_seqs]
+        rows = words[begin + 2 * self.num_seqs + 1 :][: self.num_seqs]
+        pooled = words[len(words) - 3 * self.num_pooled :].reshape(-1, 3).tolist()
+        return [
+            PooledPart(
+                row=int(rows[sequence]),
+                first=int(starts[sequence]),
+                end=int(starts[sequence + 1]),
+                num_tokens=int(lens[sequence]),
+                is_mean=pooling == POOLING_MEAN,
+                ends=bool(ends),
+            )
+            for sequence, pooling, ends in pooled
+        ]
 
     def row_lists(self) -> Iterator[RowLists]:
         """Of the new rows that have any."""
@@ -170,13 +208,13 @@ class StepPlan:
         return rows
 
 
-def encode_result(
-    step_words: list[int], num_logits: int, max_logprobs: int, words: np.ndarray
-) -> bytes:
-    """A step's result. words: int32, what follows the header. max_logprobs: -1 if no row asked for
-    any.
-    """
-    return _header(step_words, words.nbytes, num_logits, max_logprobs, 0, 0) + words.tobytes()
+def encode_result(plan: StepPlan, vector_size: int, words: np.ndarray) -> bytes:
+    """A step's result. words: int32, what follows the header."""
+    header = [
+        plan.num_logits, plan.max_logprobs, 0, 0, plan.num_scored, plan.max_prompt_logprobs,
+        plan.num_vectors, vector_size,
+    ]  # fmt: skip
+    return _header(plan.step_words, words.nbytes, header) + words.tobytes()
 
 
 def encode_error(step_words: list[int], message: str) -> bytes:
@@ -184,19 +222,10 @@ def encode_error(step_words: list[int], message: str) -> bytes:
     whole = message.encode(errors="replace")  # it may hold lone surrogates
     text = whole[:_MAX_ERROR_BYTES].decode(errors="ignore").encode()
     body = text + b"\0" * (-len(text) % 4)
-    return _header(step_words, len(body), 0, -1, 1, len(text)) + body
+    return _header(step_words, len(body), [0, -1, 1, len(text), 0, 0, 0, 0]) + body
 
 
-def _header(
-    step_words: list[int],
-    body_bytes: int,
-    num_logits: int,
-    max_logprobs: int,
-    error: int,
-    message: int,
-) -> bytes:
-    num_words = 8 + body_bytes // 4
-    return np.array(
-        [RESULT_MAGIC, num_words, *step_words, num_logits, max_logprobs, error, message],
-        dtype=np.int32,
-    ).tobytes()
+def _header(step_words: list[int], body_bytes: int, rest: list[int]) -> bytes:
+    """rest: the header's words behind the step's number."""
+    words = [RESULT_MAGIC, 4 + len(rest) + body_bytes // 4, *step_words, *rest]
+    return np.array(words, dtype=np.int32).tobytes()

@@ -190,9 +190,9 @@ class TokenMasks:
                 matchers, masks.data_ptr(), masks.shape[1] * 4, masks.shape[0]
             )
         words = masks.numpy().view(np.uint32)
-        for i, (row, (logit, _)) in enumerate(zip(rows, sampled, strict=True)):
-            row.finish(words[i])
-            index[logit] = i
+        for i, constrained in enumerate(rows):
+            constrained.finish(words[i])
+            index[sampled[i][0]] = i
         return StepMasks(masks, index)
 
     def _matcher(self, grammar: str) -> "LLMatcher":

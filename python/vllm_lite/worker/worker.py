@@ -23,6 +23,7 @@ from vllm_lite.worker.cuda import (
     measured_kv_memory,
     unmeasured_bytes,
 )
+from vllm_lite.worker.hidden_states import ROWS, Pooler, PromptScorer
 from vllm_lite.worker.largest_step import largest_plan
 from vllm_lite.worker.sampler import PendingResult, Sampler
 from vllm_lite.worker.step_inputs import InputSizes, StepInputs, upload
@@ -114,7 +115,7 @@ class Worker:
         )  # fmt: skip
         if resolved.device == "cuda":
             # Graphs know the place of what a step computes in, so it must not move.
-            self.model.reserve(config.max_num_batched_tokens, config.max_num_seqs)
+            self.model.reserve(config.max_num_batched_tokens, max(config.max_num_seqs, ROWS))
         self._max_model_len = resolved.max_model_len
         max_blocks = -(-resolved.max_model_len // config.block_size)
         self._block_tables = torch.zeros(
@@ -124,6 +125,8 @@ class Worker:
         self._token_masks = TokenMasks(
             model_config.vocab_size, self._device, lambda: _text_of(files, model_config)
         )
+        self._scorer = PromptScorer(self._device)
+        self._pooler = Pooler(config.max_num_seqs, model_config.hidden_size, self._device)
         self._workspace: torch.Tensor | None = None
         self._num_multiprocessors = 0
         if resolved.device == "cuda":
@@ -144,7 +147,7 @@ class Worker:
         self.kv_arena = self._make_arena(resolved.num_blocks)
         if resolved.device == "cpu":
             largest = InputSizes(
-                config.max_num_batched_tokens, config.max_num_seqs, config.max_num_seqs
+                config.max_num_batched_tokens, config.max_num_seqs, max(config.max_num_seqs, ROWS)
             )
             self._recorded = RecordedForward(self.model, self._make_inputs(largest), self.kv_arena)
         if resolved.device == "cuda" and not config.enforce_eager:
@@ -193,15 +196,30 @@ class Worker:
         """Begins a step. On a GPU it returns before the step is done; steps run in order."""
         plan = StepPlan(plan_bytes)
         masks = self._token_masks.begin(plan)
-        inputs, logits = self._compute(plan)
+        inputs, logits, changes = self._compute(plan)
         count = plan.num_logits
-        result = self._sampler.sample(
+        words = self._sampler.sample(
             logits[:count],
             inputs.sample_rows[:count],
             inputs.sample_positions[:count],
             plan,
             *self._masks_on_device(masks),
         )
+        source = self._recorded or self.model
+        more: list[torch.Tensor] = []
+        if plan.num_scored > 0:
+            more += self._scorer.score(
+                plan.split_changes(changes).scored,
+                plan.max_prompt_logprobs,
+                source.logits,
+                self._sampler.workspace,
+            )
+        if plan.num_pooled > 0:
+            vectors = self._pooler.pool(plan.pooled_parts(), source.hidden)
+            more.append(vectors.view(torch.int32).view(-1))
+        if more:
+            words = torch.cat([words, *more])
+        result = PendingResult(plan, self._model_config.hidden_size, words)
         self._token_masks.launched(result)
         return result
 
@@ -217,26 +235,32 @@ class Worker:
             made.index.to(self._device, non_blocking=True),
         )
 
-    def _compute(self, plan: StepPlan) -> tuple[StepInputs, torch.Tensor]:
-        """(the step's tensors, logits ``[num_logits or more, vocab_size]``)"""
+    def _compute(self, plan: StepPlan) -> tuple[StepInputs, torch.Tensor, torch.Tensor]:
+        """(the step's tensors, logits ``[num_logits or more, vocab_size]``, the words of
+        ``plan.changes`` on the device)
+        """
         if self._recorded is not None:
             self._apply_changes(plan, plan.changes)
-            return self._recorded.run(plan)
+            return *self._recorded.run(plan), plan.changes
         # Only a step of decodes alone has one token in each sequence, and samples from every one.
         is_decode = plan.num_tokens == plan.num_seqs == plan.num_logits
         if self._graphs is not None and is_decode:
             inputs = self._graphs.inputs_for(plan.num_seqs)
-            inputs.words.copy_(self._upload(plan, inputs.sizes))
-            return inputs, self._graphs.run(inputs)
+            words, changes = self._upload(plan, inputs.sizes)
+            inputs.words.copy_(words)
+            return inputs, self._graphs.run(inputs), changes
         sizes = self._input_sizes(plan.num_tokens, plan.num_seqs, plan.num_logits)
-        inputs = self._make_inputs(sizes, self._upload(plan, sizes))
-        return inputs, self._forward(inputs)
+        words, changes = self._upload(plan, sizes)
+        inputs = self._make_inputs(sizes, words)
+        return inputs, self._forward(inputs), changes
 
-    def _upload(self, plan: StepPlan, sizes: InputSizes) -> torch.Tensor:
-        """Takes a step to the device and applies its changes there; returns its inputs' words."""
+    def _upload(self, plan: StepPlan, sizes: InputSizes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes a step to the device and applies its changes there: (the words of its inputs, those
+        of ``plan.changes``).
+        """
         words, changes = upload(plan, sizes, self._plan_attention, self._device)
         self._apply_changes(plan, changes)
-        return words
+        return words, changes
 
     def _apply_changes(self, plan: StepPlan, words: torch.Tensor) -> None:
         """words: those of ``plan.changes``, on the device."""
@@ -323,4 +347,5 @@ class Worker:
         del self.kv_arena
 
     def _make_sampler(self) -> Sampler:
-        return Sampler(self._config.max_num_seqs, self._model_config.vocab_size, self._device)
+        rows = self._config.max_num_seqs
+        return Sampler(rows, max(rows, ROWS), self._model_config.vocab_size, self._device)

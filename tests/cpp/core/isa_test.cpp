@@ -33,6 +33,7 @@ TEST_F(IsaTest, StartsWithAKnownSetThatTheProcessorHas) {
   EXPECT_STRNE(isa_name(current_isa()), "unknown");
 }
 
+// INS-01
 TEST_F(IsaTest, EverySetUpToTheBestCanBeChosenAndTheDispatchFollows) {
   for (int32_t i = 0; i < kNumIsas; ++i) {
     const Isa isa = static_cast<Isa>(i);

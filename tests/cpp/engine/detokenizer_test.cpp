@@ -170,6 +170,7 @@ TEST(Detokenizer, EveryCutOfEveryShortStringGivesTheSame) {
   }
 }
 
+// TOK-01
 TEST(Detokenizer, EmitsAtOnceWhatLaterBytesCannotChange) {
   const TokenTable table =
       make_table({{"\xFF"}, {"\xE2"}, {"\x82"}, {"\xAC"}, {"a"}}, TextDecoding::kByteLevel);
@@ -218,6 +219,7 @@ std::vector<Piece> awkward_pieces(TextDecoding decoding) {
   return pieces;
 }
 
+// TOK-01, TOK-03
 TEST(Detokenizer, RandomTokensMatchTheReferenceAfterEveryToken) {
   std::mt19937 random(1);
   for (const TextDecoding decoding : {TextDecoding::kByteLevel, TextDecoding::kByteFallback}) {

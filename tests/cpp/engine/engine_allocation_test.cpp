@@ -44,8 +44,9 @@ struct EngineAllocations : EngineTest, ::testing::WithParamInterface<bool> {
       int64_t before = num_allocations;
       const auto plan = core().begin_step();
       count += num_allocations - before;
-      engine().plans.emplace_back(plan.begin(), plan.end());
-      if (core().num_outstanding() < core().max_outstanding()) continue;
+      // Nothing can be planned ahead where all wait for a result.
+      if (!plan.empty()) engine().plans.emplace_back(plan.begin(), plan.end());
+      if (!plan.empty() && core().num_outstanding() < core().max_outstanding()) continue;
       const std::vector<int32_t> result = engine().worker.execute(engine().plans.front());
       engine().plans.pop_front();
       before = num_allocations;
@@ -68,6 +69,20 @@ TEST_P(EngineAllocations, OnlyTheOutboxGrowsForASlowClient) {
   EXPECT_LE(count_allocations(250, false), 20);  // by doubling, to a megabyte
   engine().take_outputs();
   EXPECT_EQ(engine().clients[0].stats.num_running, 32);
+}
+
+TEST_P(EngineAllocations, BeamsFindTheirMemoryAtAdmission) {
+  for (RequestKey key = 1; key <= 32; ++key) core().abort(make_key(0, key));
+  for (TokenId i = 0; i < 4; ++i) {
+    RequestInput input = endless(12, 380, i);
+    input.beam_search.width = 8;
+    input.sampling.row.num_logprobs = 8;
+    core().submit(input);
+  }
+  count_allocations(100, true);
+  EXPECT_EQ(engine().clients[0].stats.num_running, 4);
+  // The trees of their tokens grow by doubling.
+  EXPECT_LE(count_allocations(250, true), 20);
 }
 
 INSTANTIATE_TEST_SUITE_P(Async, EngineAllocations, ::testing::Bool());

@@ -37,6 +37,7 @@ TEST_F(EngineCoreTest, SeedsOfSamplesCarryIntoTheHighWord) {
   run(input);
 }
 
+// USG-06
 TEST_F(EngineCoreTest, CachedTokensAreReported) {
   run(endless(20, 4));
   const RequestInput again = endless(20, 4);
@@ -91,9 +92,12 @@ TEST_F(EngineCoreTest, WhatCannotRunIsRefusedWithTheReason) {
   };
   refused(endless(0, 5), "at least one");
   refused(endless(32, 5), "max_model_len, which is 32");
-  refused(endless(5, 0), "max_tokens");
+  refused(endless(5, -1), "max_tokens");
   refused(endless(5, -2147483647), "max_tokens");
   RequestInput input = endless(5, 5);
+  input.pooling = Pooling::kLast;
+  refused(input, "pooling");
+  input = endless(5, 5);
   input.stops = {"a", ""};
   input.num_samples = 3;
   refused(input, "stop[1]");
@@ -120,6 +124,7 @@ TEST_F(EngineCoreTest, SubmitThrowsWhatNobodyCouldBeTold) {
   EXPECT_FALSE(core().has_work());
 }
 
+// ABT-05
 TEST_F(EngineCoreTest, FullQueueRefusesAllSamplesAndKeepsNothing) {
   config_.scheduler.max_num_seqs = 2;
   config_.scheduler.max_num_waiting = 5;
@@ -166,7 +171,7 @@ TEST_F(EngineCoreTest, KeyMayBeUsedAgainOnceItsRequestIsGone) {
   engine().expect_solo(input);
 }
 
-// --- aborts (ABT-01, ABT-05) -------------------------------------------------------------------
+// --- aborts ------------------------------------------------------------------------------------
 
 TEST_F(EngineCoreTest, AbortBeforeItWasSeenGivesNothing) {
   const RequestInput input = endless(5, 5);
@@ -187,6 +192,7 @@ TEST_F(EngineCoreTest, AbortOfUnknownAndFinishedKeysIsNothing) {
   EXPECT_FALSE(core().has_work());
 }
 
+// ABT-01
 TEST_F(EngineCoreTest, AbortWhileRunningFreesItsBlocksInTheNextStep) {
   const RequestInput aborted = endless(30, 50, 1), other = endless(5, 20, 2);
   core().submit(aborted);
@@ -225,6 +231,7 @@ TEST_F(EngineCoreTest, AbortWhileAFailingStepIsInFlight) {
   EXPECT_EQ(engine().sample(input.key).finish_reason, "error");
 }
 
+// ABT-05
 TEST_F(EngineCoreTest, AbortWhileWaitingForBlocksThatACachedPrefixHas) {
   config_.cache.num_blocks = 16;
   config_.scheduler.max_model_len = 64;
@@ -281,8 +288,9 @@ TEST_F(EngineCoreTest, AbortIsSeenInTheStatsThoughNothingRuns) {
   EXPECT_FALSE(core().take_outputs(0).has_value());
 }
 
-// --- failures (STR-03, WRK-03, KVA-03) ---------------------------------------------------------
+// --- failures ----------------------------------------------------------------------------------
 
+// WRK-03, KVA-03
 TEST_F(EngineCoreTest, FailedStepEndsItsOwnRequestsOnly) {
   config_.scheduler.max_num_seqs = 2;
   const RequestInput first = endless(5, 20, 1), second = endless(5, 20, 2);
@@ -323,7 +331,7 @@ TEST_F(EngineCoreTest, WhatIsNoResultFailsTheStepAndThrows) {
       [&](uint64_t step) { return make_result(step, {row(3), row(4)}, 2); },
       [&](uint64_t step) { return make_result(step, {row(3)}, 1); },
       [&](uint64_t step) { return make_result(step, {row(3)}, -1); },
-      [&](uint64_t step) { return make_result(step, {row(-2)}, 2); },
+      [&](uint64_t step) { return make_result(step, {row(-3)}, 2); },
       [&](uint64_t step) { return make_result(step - 1, {}, -1, "late"); },
       [&](uint64_t step) {
         auto words = make_result(step, {row(3)}, 2);
@@ -392,8 +400,9 @@ TEST_F(EngineCoreTest, SlowClientGetsEverythingInOneMessage) {
   engine().expect_solo(quick);
 }
 
-// --- nothing is kept (KVA-01) ------------------------------------------------------------------
+// --- nothing is kept ---------------------------------------------------------------------------
 
+// KVA-01
 TEST_F(EngineCoreTest, ThousandsOfRequestsOfAllKindsLeaveNothing) {
   config_.scheduler.max_num_waiting = 40;
   config_.cache.num_blocks = 40;
@@ -428,6 +437,64 @@ TEST_F(EngineCoreTest, ThousandsOfRequestsOfAllKindsLeaveNothing) {
   }
   for (const int32_t count : num_ends) EXPECT_GT(count, 50);
   run(endless(40, 40));  // the pool is whole
+}
+
+// --- prompts' own numbers ------------------------------------------------------------------------
+
+TEST_F(EngineCoreTest, PromptLogprobsComeOnceWithTheFirstOutputHoweverThePromptIsCut) {
+  config_.scheduler.max_chunk_tokens = 5;
+  RequestInput input = endless(23, 3);
+  input.num_samples = 2;
+  input.num_prompt_logprobs = 2;
+  run(input);
+  EXPECT_EQ(engine().sample(input.key, 0).prompt_logprobs.size(), 22u);
+  EXPECT_TRUE(engine().sample(input.key, 1).prompt_logprobs.empty());
+  RequestInput later = endless(23, 0);
+  later.num_prompt_logprobs = 0;
+  later.prompt_logprobs_start = 21;
+  run(later);
+  EXPECT_EQ(engine().sample(later.key).prompt_logprobs.size(), 2u);
+  EXPECT_EQ(engine().sample(later.key).finish_reason, "length");
+}
+
+TEST_F(EngineCoreTest, NumbersThatAreNotFiniteEndTheirRequestAlone) {
+  RequestInput scored = endless(4, 5);
+  scored.num_prompt_logprobs = 0;
+  RequestInput pooled = endless(4, 0, 2);
+  pooled.pooling = Pooling::kMean;
+  RequestInput other = endless(4, 2, 3);
+  for (const RequestInput& input : {scored, pooled, other}) core().submit(input);
+  ASSERT_TRUE(engine().begin_step());
+  std::vector<Logprobs> logprobs(3, {.logprob = -1, .rank = 1, .top_ids = {}, .top_logprobs = {}});
+  logprobs[1].rank = 0;
+  core().finish_step(make_result(1, {{.token = 3, .logprobs = {}}, {.token = 4, .logprobs = {}}},
+                                 -1, "", logprobs, 0, {NAN}));
+  engine().plans.clear();
+  engine().take_outputs();
+  EXPECT_EQ(engine().sample(scored.key).finish_reason, "error");
+  EXPECT_NE(engine().sample(scored.key).message.find("score"), std::string::npos);
+  EXPECT_EQ(engine().sample(pooled.key).finish_reason, "error");
+  EXPECT_EQ(engine().sample(other.key).tokens, std::vector<TokenId>{4});
+  engine().run_until_idle();
+  EXPECT_EQ(engine().sample(other.key).finish_reason, "length");
+}
+
+TEST_F(EngineCoreTest, AResultWithoutTheScoresOrVectorsAskedForIsNoResult) {
+  for (const bool is_vector : {false, true}) {
+    RequestInput input = endless(4, 0);
+    if (is_vector) {
+      input.pooling = Pooling::kLast;
+    } else {
+      input.num_prompt_logprobs = 0;
+    }
+    core().submit(input);
+    ASSERT_TRUE(engine().begin_step());
+    engine().plans.clear();
+    const uint64_t step = is_vector ? 2 : 1;
+    EXPECT_THROW(core().finish_step(make_result(step, {}, -1)), InternalError);
+    engine().take_outputs();
+    EXPECT_EQ(engine().sample(input.key).finish_reason, "error");
+  }
 }
 
 }  // namespace

@@ -97,6 +97,25 @@ class Engine {
     return solo_run(input, index, vocabulary_, config_.scheduler.max_model_len,
                     config_.cache.sliding_window);
   }
+  std::vector<Sample> solo_beams(const RequestInput& input) const {
+    return solo_beam_search(input, vocabulary_, config_.scheduler.max_model_len,
+                            config_.cache.sliding_window);
+  }
+  // The beam search has given what it gives alone, or the error that it ends with.
+  void expect_solo_beams(const RequestInput& input) {
+    SCOPED_TRACE("beam search " + std::to_string(input.key));
+    const std::vector<Sample> expected = solo_beams(input);
+    ASSERT_EQ(clients.at(client_of(input.key)).num_samples(input.key), expected.size());
+    for (size_t i = 0; i < expected.size(); ++i) {
+      const Sample& got = sample(input.key, static_cast<int32_t>(i));
+      EXPECT_EQ(got.tokens, expected[i].tokens);
+      EXPECT_EQ(got.text, expected[i].text);
+      EXPECT_EQ(got.finish_reason, expected[i].finish_reason);
+      EXPECT_EQ(got.stop_token, expected[i].stop_token);
+      EXPECT_EQ(got.logprobs, expected[i].logprobs);
+      EXPECT_EQ(got.message.empty(), expected[i].finish_reason != "error");
+    }
+  }
   // Every sample of the request has given what it gives alone.
   void expect_solo(const RequestInput& input) {
     for (int32_t i = 0; i < input.num_samples; ++i) {
@@ -108,6 +127,10 @@ class Engine {
       EXPECT_EQ(got.stop_token, expected.stop_token);
       EXPECT_EQ(got.stop_string, expected.stop_string);
       EXPECT_EQ(got.logprobs, expected.logprobs);
+      EXPECT_EQ(got.vector, expected.vector);
+      if (expected.finish_reason != "error") {
+        EXPECT_EQ(got.prompt_logprobs, expected.prompt_logprobs);
+      }
       if (expected.finish_reason == "error") {
         EXPECT_TRUE(expected.text.starts_with(got.text));
         EXPECT_FALSE(got.message.empty());

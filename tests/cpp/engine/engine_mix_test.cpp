@@ -26,6 +26,7 @@ Mix make_mix(const char* name, void (*change)(EngineCoreConfig&)) {
 // The mix, and asynchronous scheduling.
 struct EngineMix : EngineTest, ::testing::WithParamInterface<std::tuple<Mix, bool>> {};
 
+// SMP-08
 TEST_P(EngineMix, GivesWhatEachRequestGivesAlone) {
   const auto& [mix, is_async] = GetParam();
   config_ = mix.config;

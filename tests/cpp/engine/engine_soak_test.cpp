@@ -15,6 +15,8 @@ namespace {
 struct Coverage {
   int64_t preemptions = 0, prefix_hits = 0, copies = 0, failed_steps = 0;
   int64_t stopped = 0, length = 0, errors = 0, refused = 0, queue_full = 0, aborted = 0;
+  int64_t scored = 0, pooled = 0;
+  int64_t searches = 0, failed_searches = 0, aborted_searches = 0;
 };
 
 class Soak {
@@ -53,7 +55,13 @@ class Soak {
       step();
     }
     engine.run_until_idle();
-    for (const RequestInput& input : inputs_) check(input, coverage);
+    for (const RequestInput& input : inputs_) {
+      if (input.beam_search.width > 0) {
+        check_beams(input, coverage);
+      } else {
+        check(input, coverage);
+      }
+    }
     coverage.preemptions += engine.core.stats().num_preemptions;
     coverage.prefix_hits += engine.core.stats().prefix_hits;
     coverage.copies += engine.worker.num_copies;
@@ -100,6 +108,15 @@ class Soak {
     input.num_samples = chance(0.3) ? pick(2, 5) : 1;
     input.priority = pick(-1, 1);
     input.max_tokens = chance(0.05) ? pick(-1, 0) : chance(0.1) ? 2147483647 : pick(1, 40);
+    if (chance(0.3)) {
+      input.num_prompt_logprobs = pick(0, 3);
+      input.prompt_logprobs_start = chance(0.3) ? pick(0, length) : 0;
+    }
+    if (chance(0.15)) {
+      input.pooling = chance(0.5) ? Pooling::kLast : Pooling::kMean;
+      input.num_samples = 1;
+      input.max_tokens = 0;
+    }
     input.min_tokens = chance(0.3) ? pick(0, 12) : 0;
     input.salt = {chance(0.2) ? 1U : 0U, 0};
     RowSampling& row = input.sampling.row;
@@ -126,14 +143,58 @@ class Soak {
     while (chance(0.4)) input.stops.push_back(stops[static_cast<size_t>(pick(0, 13))]);
     input.include_stop_in_output = chance(0.3);
     input.skip_special_tokens = chance(0.7);
+    if (chance(0.2)) make_beam_search(input);
     engine_->core.submit(input);
     inputs_.push_back(input);
+  }
+
+  void make_beam_search(RequestInput& input) {
+    input.num_samples = 1;
+    input.min_tokens = 0;
+    input.stops.clear();
+    input.num_prompt_logprobs = -1;
+    input.pooling = Pooling::kNone;
+    input.beam_search.width = pick(1, 5);
+    input.beam_search.length_penalty = pick(-2, 2);
+    input.beam_search.early_stopping = static_cast<EarlyStopping>(pick(0, 2));
+    input.sampling.row.num_logprobs =
+        input.beam_search.width + static_cast<int32_t>(input.sampling.stop_ids.size());
+  }
+
+  void check_beams(const RequestInput& input, Coverage& coverage) {
+    const SchedulerConfig& scheduler = config_.scheduler;
+    const auto num_prompt = static_cast<int32_t>(input.prompt.size());
+    const int32_t width = input.beam_search.width;
+    const int32_t total =
+        std::min(input.max_tokens, scheduler.max_model_len - num_prompt) + num_prompt;
+    const int32_t shared = num_prompt / config_.cache.block_size;
+    const bool possible =
+        num_prompt > 0 && num_prompt < scheduler.max_model_len && input.max_tokens > 0 &&
+        width <= std::min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) &&
+        shared + width * (ceil_div(total, config_.cache.block_size) - shared) <=
+            config_.cache.num_blocks;
+    const Sample first = engine_->sample(input.key);
+    if (first.finish_reason == "refused" || first.finish_reason == "queue_full") {
+      EXPECT_TRUE(first.finish_reason == "queue_full" || !possible);
+      EXPECT_FALSE(first.message.empty());
+    } else if (!first.finished()) {
+      EXPECT_TRUE(aborted_.contains(input.key)) << "no end";
+      EXPECT_TRUE(first.tokens.empty());
+      ++coverage.aborted_searches;
+    } else if (first.message.starts_with("step ")) {
+      EXPECT_TRUE(first.tokens.empty());
+      ++coverage.failed_searches;
+    } else {
+      ASSERT_TRUE(possible);
+      engine_->expect_solo_beams(input);
+      ++coverage.searches;
+    }
   }
 
   void check(const RequestInput& input, Coverage& coverage) {
     const auto num_prompt = static_cast<int32_t>(input.prompt.size());
     const bool possible = num_prompt > 0 && num_prompt < config_.scheduler.max_model_len &&
-                          input.max_tokens > 0 &&
+                          input.max_tokens >= 0 &&
                           input.num_samples <= config_.scheduler.max_num_waiting;
     for (int32_t i = 0; i < input.num_samples; ++i) {
       SCOPED_TRACE("request " + std::to_string(input.key) + " sample " + std::to_string(i));
@@ -158,6 +219,12 @@ class Soak {
         EXPECT_EQ(got.stop_token, expected.stop_token);
         EXPECT_EQ(got.stop_string, expected.stop_string);
         EXPECT_EQ(got.logprobs, expected.logprobs);
+        EXPECT_EQ(got.vector, expected.vector);
+        if (got.finish_reason != "error") {
+          EXPECT_EQ(got.prompt_logprobs, expected.prompt_logprobs);
+          coverage.scored += got.prompt_logprobs.size() > 0;
+          coverage.pooled += got.vector.size() > 0;
+        }
         ++(got.finish_reason == "stop"     ? coverage.stopped
            : got.finish_reason == "length" ? coverage.length
                                            : coverage.errors);
@@ -199,11 +266,13 @@ void soak(const Vocabulary& vocabulary, bool is_async) {
   for (const int64_t times :
        {coverage.preemptions, coverage.prefix_hits, coverage.copies, coverage.failed_steps,
         coverage.stopped, coverage.length, coverage.errors, coverage.refused, coverage.queue_full,
-        coverage.aborted}) {
+        coverage.aborted, coverage.scored, coverage.pooled, coverage.searches,
+        coverage.failed_searches, coverage.aborted_searches}) {
     EXPECT_GT(times, 20);
   }
 }
 
+// SCH-05
 TEST(EngineSoak, ByteLevel) { soak(byte_level_vocabulary(), false); }
 TEST(EngineSoak, ByteFallback) { soak(byte_fallback_vocabulary(), false); }
 TEST(EngineSoak, Asynchronous) { soak(byte_level_vocabulary(), true); }

@@ -43,6 +43,7 @@ TEST_F(EngineStop, LengthAtMaxTokens) {
   }
 }
 
+// LEN-05
 TEST_F(EngineStop, LengthAtMaxModelLen) {
   config_.scheduler.max_model_len = 20;
   const Sample& sample = run(endless(5, std::numeric_limits<int32_t>::max()));
@@ -65,6 +66,7 @@ TEST_F(EngineStop, EosIsATokenWithoutTextOrReason) {
   EXPECT_EQ(sample.text, "a");
 }
 
+// STP-03
 TEST_F(EngineStop, EosIsHiddenEvenIfSpecialTokensAreShown) {
   RequestInput input = scripted({kA, kSpecialX, kEos, kB});
   input.skip_special_tokens = false;
@@ -75,6 +77,7 @@ TEST_F(EngineStop, EosIsHiddenEvenIfSpecialTokensAreShown) {
   EXPECT_EQ(run(input).text, "a<|x|></s>");
 }
 
+// STP-05
 TEST_F(EngineStop, StopTokenIsTheReason) {
   RequestInput input = scripted({kA, kX, kB});
   input.sampling.stop_ids.push_back(kX);
@@ -100,6 +103,7 @@ TEST_F(EngineStop, StopTokenAtTheLimitIsAStop) {
   EXPECT_EQ(sample.finish_reason, "stop");
 }
 
+// STP-01, STP-05
 TEST_F(EngineStop, StopStringWithinAndAcrossTokens) {
   for (const std::vector<TokenId>& output :
        {std::vector<TokenId>{kA, kStop, kB}, {kA, kSt, kOp, kB}, {kSt, kSt, kOp, kB}}) {
@@ -122,6 +126,7 @@ TEST_F(EngineStop, StopStringAtTheLimitIsAStop) {
   EXPECT_EQ(run(input).finish_reason, "stop");
 }
 
+// STP-01
 TEST_F(EngineStop, TextHeldForAStopStringThatDoesNotComeIsLetOut) {
   RequestInput input = scripted({kA, kSt});
   input.stops = {"stop"};
@@ -149,6 +154,7 @@ TEST_F(EngineStop, StopStringInTheTextOfAStopToken) {
   EXPECT_EQ(engine().sample(input.key).text, "ast");
 }
 
+// TOK-01
 TEST_F(EngineStop, CharactersCutByTokens) {
   EXPECT_EQ(run(scripted({kC3, kA9, kE282, kAc, kF09f, k9880})).text,
             "\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80");
@@ -198,6 +204,7 @@ TEST_F(EngineStop, BytesThatMayChangeCountAsTheyStand) {
   EXPECT_EQ(sample.tokens.size(), 2U);
 }
 
+// STP-06
 TEST_F(EngineStop, MinTokensHidesEosAndStopStrings) {
   RequestInput input = request(prompt(5), 40);
   input.min_tokens = 30;
@@ -211,6 +218,7 @@ TEST_F(EngineStop, MinTokensHidesEosAndStopStrings) {
   EXPECT_EQ(sample.stop_string, "stop");
 }
 
+// STP-06
 TEST_F(EngineStop, AStopStringThatEndsAtMinTokensMayBeginBefore) {
   RequestInput input = scripted({kStop, kSt, kOp, kSt, kOp, kB});
   input.stops = {"stop"};
@@ -254,6 +262,7 @@ TEST_F(EngineStop, LogprobsOfTheRowsThatAsk) {
   }
 }
 
+// KVA-03
 TEST_F(EngineStop, RowWithoutFiniteLogitsEndsWithAnErrorAlone) {
   const RequestInput broken = scripted({kA, -1, kB});
   const RequestInput other = endless(9, 8);

@@ -1,5 +1,5 @@
 // Reads msgpack (github.com/msgpack/msgpack, spec.md) strictly: every form of nil, integers,
-// floats, strings and arrays; anything else, bytes missing and bytes left over throw.
+// floats, strings, bytes and arrays; anything else, bytes missing and bytes left over throw.
 #pragma once
 
 #include <bit>
@@ -93,6 +93,10 @@ class MsgpackReader {
     switch (type) {
       case 0xc0:
         return {};
+      case 0xc4:
+      case 0xc5:
+      case 0xc6:
+        return make_string(big_endian(uint64_t{1} << (type - 0xc4)));
       case 0xca:
         return make_float(std::bit_cast<float>(static_cast<uint32_t>(big_endian(4))));
       case 0xcb:

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <map>
 #include <string>
 #include <string_view>
@@ -35,6 +36,9 @@ struct Output {
   std::vector<Logprobs> logprobs;
   int32_t num_cached_tokens = 0;
   std::string message;  // empty: nil
+  bool has_prompt_logprobs = false;
+  std::vector<Logprobs> prompt_logprobs;
+  std::vector<float> vector;
 };
 
 struct Message {
@@ -48,12 +52,29 @@ inline Message read_message(std::string_view bytes) {
     EXPECT_NE(value.string(), "") << "an empty string in place of nil";
     return value.string();
   };
+  const auto read_logprobs = [](const MsgpackValue& list) {
+    std::vector<Logprobs> all;
+    for (const MsgpackValue& entry : list.array()) {
+      const std::vector<MsgpackValue>& parts = entry.array();
+      EXPECT_EQ(parts.size(), 4U);
+      Logprobs& logprobs = all.emplace_back();
+      logprobs.logprob = static_cast<float>(parts.at(0).number());
+      logprobs.rank = static_cast<int32_t>(parts.at(1).integer());
+      for (const MsgpackValue& id : parts.at(2).array()) {
+        logprobs.top_ids.push_back(static_cast<TokenId>(id.integer()));
+      }
+      for (const MsgpackValue& logprob : parts.at(3).array()) {
+        logprobs.top_logprobs.push_back(static_cast<float>(logprob.number()));
+      }
+    }
+    return all;
+  };
   const MsgpackValue root = MsgpackReader::read_all(bytes);
   EXPECT_EQ(root.array().size(), 2U);
   Message message;
   for (const MsgpackValue& value : root.array().at(0).array()) {
     const std::vector<MsgpackValue>& fields = value.array();
-    EXPECT_EQ(fields.size(), 9U);
+    EXPECT_TRUE(fields.size() == 9U || fields.size() == 11U);
     Output& output = message.outputs.emplace_back();
     output.key = fields.at(0).unsigned_integer();
     output.sample_index = static_cast<int32_t>(fields.at(1).integer());
@@ -68,23 +89,16 @@ inline Message read_message(std::string_view bytes) {
       output.stop_string = string_or_nil(fields.at(5));
     }
     output.has_logprobs = !fields.at(6).is_nil();
-    if (output.has_logprobs) {
-      for (const MsgpackValue& entry : fields.at(6).array()) {
-        const std::vector<MsgpackValue>& parts = entry.array();
-        EXPECT_EQ(parts.size(), 4U);
-        Logprobs& logprobs = output.logprobs.emplace_back();
-        logprobs.logprob = static_cast<float>(parts.at(0).number());
-        logprobs.rank = static_cast<int32_t>(parts.at(1).integer());
-        for (const MsgpackValue& id : parts.at(2).array()) {
-          logprobs.top_ids.push_back(static_cast<TokenId>(id.integer()));
-        }
-        for (const MsgpackValue& logprob : parts.at(3).array()) {
-          logprobs.top_logprobs.push_back(static_cast<float>(logprob.number()));
-        }
-      }
-    }
+    if (output.has_logprobs) output.logprobs = read_logprobs(fields.at(6));
     output.num_cached_tokens = static_cast<int32_t>(fields.at(7).integer());
     output.message = string_or_nil(fields.at(8));
+    if (fields.size() == 9U) continue;
+    output.has_prompt_logprobs = !fields.at(9).is_nil();
+    if (output.has_prompt_logprobs) output.prompt_logprobs = read_logprobs(fields.at(9));
+    if (fields.at(10).is_nil()) continue;
+    const std::string& bytes_of_vector = fields.at(10).string();
+    output.vector.resize(bytes_of_vector.size() / sizeof(float));
+    std::memcpy(output.vector.data(), bytes_of_vector.data(), bytes_of_vector.size());
   }
   const std::vector<MsgpackValue>& stats = root.array().at(1).array();
   EXPECT_EQ(stats.size(), 8U);
@@ -106,6 +120,8 @@ struct Sample {
   std::vector<Logprobs> logprobs;
   std::string message;
   int32_t num_cached_tokens = 0;
+  std::vector<Logprobs> prompt_logprobs;
+  std::vector<float> vector;
 
   bool finished() const { return !finish_reason.empty(); }
 };
@@ -125,6 +141,10 @@ class Client {
       EXPECT_TRUE(is_well_formed_utf8(output.message));
       EXPECT_EQ(output.logprobs.size(), output.has_logprobs ? output.tokens.size() : 0);
       Sample& sample = samples_[{output.key, output.sample_index}];
+      EXPECT_TRUE(!output.has_prompt_logprobs || sample.tokens.empty()) << "not the first output";
+      EXPECT_TRUE(output.vector.empty() || !output.finish_reason.empty());
+      if (output.has_prompt_logprobs) sample.prompt_logprobs = output.prompt_logprobs;
+      sample.vector = output.vector;
       EXPECT_FALSE(sample.finished()) << "an output after the last";
       sample.tokens.insert(sample.tokens.end(), output.tokens.begin(), output.tokens.end());
       sample.text += output.text;

@@ -177,5 +177,27 @@ TEST(OutputWriter, AppendTakesOverInOrder) {
   EXPECT_EQ(take(second).outputs.at(0).sample_index, 4);
 }
 
+TEST(OutputWriter, PromptLogprobsAndVectorComeThrough) {
+  const PromptLogprobs prompt{.num_top = 2,
+                              .logprobs = {-0.5f, -INFINITY},
+                              .ranks = {1, 200},
+                              .top_ids = {5, 6, 7, -1},
+                              .top_logprobs = {-0.5f, -1.0f, -2.0f, -INFINITY}};
+  const float vector[] = {1.5f, -0.0f, 3e38f};
+  SequenceOutput output;
+  output.prompt_logprobs = &prompt;
+  const Output scored = round_trip(output);
+  ASSERT_EQ(scored.prompt_logprobs.size(), 2U);
+  EXPECT_EQ(scored.prompt_logprobs[0], (testing::Logprobs{-0.5f, 1, {5, 6}, {-0.5f, -1.0f}}));
+  EXPECT_EQ(scored.prompt_logprobs[1],
+            (testing::Logprobs{-INFINITY, 200, {7, -1}, {-2.0f, -INFINITY}}));
+  EXPECT_TRUE(scored.vector.empty());
+  output.prompt_logprobs = nullptr;
+  output.vector = vector;
+  const Output pooled = round_trip(output);
+  EXPECT_FALSE(pooled.has_prompt_logprobs);
+  EXPECT_EQ(pooled.vector, std::vector<float>(std::begin(vector), std::end(vector)));
+}
+
 }  // namespace
 }  // namespace vllm_lite

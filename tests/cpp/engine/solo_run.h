@@ -134,6 +134,31 @@ inline Sample solo_run(const RequestInput& input, int32_t sample_index,
   params.row.min_total_tokens = std::min(input.min_tokens, max_model_len) + num_prompt;
 
   Sample sample;
+  const auto seen_at = [&](int32_t position) {
+    const int32_t begin = first_visible(position, window);
+    return std::pair(
+        std::span(input.prompt)
+            .subspan(static_cast<size_t>(begin), static_cast<size_t>(position - begin + 1)),
+        begin);
+  };
+  for (int32_t i = std::max(input.prompt_logprobs_start, 1); i < num_prompt; ++i) {
+    if (input.num_prompt_logprobs < 0 || sample_index > 0) break;
+    const auto [visible_prompt, begin] = seen_at(i - 1);
+    sample.prompt_logprobs.push_back(score_token(
+        visible_prompt, begin, input.prompt[static_cast<size_t>(i)], input.num_prompt_logprobs));
+  }
+  if (input.pooling != Pooling::kNone) {
+    float sum = 0;
+    for (int32_t i = input.pooling == Pooling::kLast ? num_prompt - 1 : 0; i < num_prompt; ++i) {
+      const auto [visible_prompt, begin] = seen_at(i);
+      sum += hidden_state(visible_prompt, begin);
+    }
+    sample.vector = {sum};
+  }
+  if (input.max_tokens == 0) {
+    sample.finish_reason = input.pooling == Pooling::kNone ? "length" : "stop";
+    return sample;
+  }
   std::vector<TokenId> all = input.prompt;
   std::vector<TokenId> visible;  // to the reader: with text
   size_t searched_from = 0;
@@ -178,6 +203,62 @@ inline Sample solo_run(const RequestInput& input, int32_t sample_index,
     sample.stop_string = input.stops[index];
   }
   return sample;
+}
+
+// The samples of a beam search, best first; one that failed has an error alone.
+inline std::vector<Sample> solo_beam_search(const RequestInput& input, const Vocabulary& vocabulary,
+                                            int32_t max_model_len, int32_t window = 0) {
+  SamplingParams params = input.sampling;
+  const auto num_prompt = static_cast<int32_t>(input.prompt.size());
+  params.row.num_prompt_tokens = num_prompt;
+  BeamSearch search(input.beam_search, std::min(input.max_tokens, max_model_len - num_prompt),
+                    params.stop_ids);
+  Sample failed;
+  failed.finish_reason = "error";
+  std::vector<std::vector<TokenId>> running = {input.prompt};
+  while (!search.done()) {
+    std::vector<Sampled> sampled;
+    std::vector<BeamSearch::Continuations> after;
+    for (const std::vector<TokenId>& tokens : running) {
+      const int32_t first = first_visible(static_cast<int32_t>(tokens.size()) - 1, window);
+      sampled.push_back(
+          sample_next(std::span(tokens).subspan(static_cast<size_t>(first)), first, params));
+      if (sampled.back().token == kNoToken) return {failed};
+    }
+    for (const Sampled& row : sampled) {
+      after.push_back({row.logprobs.top_ids, row.logprobs.top_logprobs});
+    }
+    search.advance(after);
+    std::vector<std::vector<TokenId>> next;
+    for (const BeamSearch::Beam& beam : search.beams()) {
+      next.push_back(running[static_cast<size_t>(beam.parent)]);
+      next.back().push_back(beam.token);
+    }
+    running = std::move(next);
+  }
+  if (search.num_hypotheses() < search.width()) return {failed};
+  std::vector<Sample> samples;
+  std::vector<BeamSearch::Token> tokens;
+  for (int32_t i = 0; i < search.width(); ++i) {
+    Sample& sample = samples.emplace_back();
+    search.tokens(i, tokens);
+    for (const BeamSearch::Token& token : tokens) {
+      sample.tokens.push_back(token.id);
+      sample.logprobs.push_back({token.logprob, token.rank, {}, {}});
+    }
+    std::vector<TokenId> visible = sample.tokens;
+    sample.finish_reason = search.ends_with_stop(i) ? "stop" : "length";
+    if (search.ends_with_stop(i)) {
+      const TokenId last = visible.back();
+      if (std::count(input.eos_ids.begin(), input.eos_ids.end(), last) == 0) {
+        sample.stop_token = last;
+      }
+      if (!input.include_stop_in_output) visible.pop_back();
+    }
+    const Decoded text = decode(visible, vocabulary, input.skip_special_tokens);
+    sample.text = text.settled + text.tail;
+  }
+  return samples;
 }
 
 }  // namespace vllm_lite::testing

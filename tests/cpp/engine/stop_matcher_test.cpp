@@ -75,6 +75,7 @@ std::string random_string(std::mt19937& random, size_t length, const std::string
   return text;
 }
 
+// STP-01
 TEST(StopMatcher, EveryCutOfShortTextsMatchesTheSearchOfTheWhole) {
   std::mt19937 random(3);
   for (int round = 0; round < 30; ++round) {

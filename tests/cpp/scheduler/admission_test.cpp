@@ -9,6 +9,7 @@ bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
+// LEN-03
 TEST_F(SchedulerTest, PoolTooSmallForTheModelLengthIsRefusedAtStartWithTheLargestThatFits) {
   config_.max_model_len = 8192;
   cache_config_.num_blocks = 100;
@@ -38,6 +39,7 @@ TEST_F(SchedulerTest, LimitsBelowTheirMinimumAreRefusedByName) {
   refuses(&SchedulerConfig::min_awaited_tokens, -1, "min_awaited_tokens is -1");
 }
 
+// LEN-01
 TEST_F(SchedulerTest, PromptOfOneLessThanTheModelLengthGivesOneToken) {
   Sequence* longest = add(63, 1);
   run_until_idle();
@@ -56,13 +58,14 @@ TEST_F(SchedulerTest, SequenceThatCanNeverRunIsRefusedWithTheNumbersAndLeftAlone
   }
   const std::string over = error_of([&] { scheduler().add(make(60, 5)); });
   EXPECT_TRUE(contains(over, "65 tokens in all")) << over;
-  EXPECT_TRUE(contains(error_of([&] { scheduler().add(make(8, 0)); }), "8 tokens given"));
+  EXPECT_TRUE(contains(error_of([&] { scheduler().add(make(8, -1)); }), "8 tokens given"));
   EXPECT_TRUE(contains(error_of([&] { scheduler().add(make(0, 5)); }), "no tokens"));
   EXPECT_EQ(scheduler().stats().num_waiting, 0);
   run_until_idle();
   EXPECT_EQ(running->num_output_tokens(), 4);
 }
 
+// LEN-05
 TEST_F(SchedulerTest, OutputFillsTheModelLengthAndNeverWritesPastTheBlockTable) {
   Sequence* s = add(58, 6);
   while (scheduler().has_work()) {

@@ -433,6 +433,7 @@ class Trace {
 struct RandomTrace : testing::TestWithParam<bool> {};
 
 // VLLM_LITE_TRACES=first:count runs other seeds, for example for a long run or to repeat one.
+// SCH-06
 TEST_P(RandomTrace, HoldsEveryInvariantAndGivesEverySequenceItsOwnTokens) {
   const bool is_async = GetParam();
   uint32_t first = 1;

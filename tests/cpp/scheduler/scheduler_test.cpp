@@ -395,5 +395,66 @@ TEST_F(SchedulerTest, NoMoreThanTwoStepsAreInFlightNotCountingEmptyOnes) {
   EXPECT_THROW(scheduler().plan(), InternalError);
 }
 
+// --- prompts' own numbers --------------------------------------------------------------------
+
+TEST_F(SchedulerTest, PromptsWhoseHiddenStatesAreWantedTakeNoHitsBeyondTheFirst) {
+  cache_config_.enable_prefix_caching = true;
+  scheduler().add(make(20, 1, 5));
+  run_until_idle();
+  const auto cached = [&](int32_t num_prompt_logprobs, int32_t score_begin, Pooling pooling) {
+    Sequence* s = make(21, pooling == Pooling::kNone ? 1 : 0, 5);
+    s->num_prompt_logprobs = num_prompt_logprobs;
+    s->score_begin = score_begin;
+    s->pooling = pooling;
+    scheduler().add(s);
+    const Step step = plan();
+    const int32_t num_cached = s->num_cached_tokens;
+    EXPECT_EQ(step.num_scored,
+              num_prompt_logprobs < 0 ? 0 : 20 - std::max(score_begin, num_cached));
+    EXPECT_EQ(step.num_vectors, pooling != Pooling::kNone);
+    EXPECT_EQ(step.num_samples, pooling == Pooling::kNone);
+    scheduler().commit(std::vector<TokenId>(static_cast<size_t>(step.num_samples), 1));
+    scheduler().finish(s);
+    return num_cached;
+  };
+  EXPECT_EQ(cached(-1, 0, Pooling::kNone), 20);
+  EXPECT_EQ(cached(0, 0, Pooling::kNone), 0);
+  EXPECT_EQ(cached(0, 9, Pooling::kNone), 8);
+  EXPECT_EQ(cached(0, 20, Pooling::kNone), 20);  // all are there already
+  EXPECT_EQ(cached(-1, 0, Pooling::kLast), 20);
+  EXPECT_EQ(cached(-1, 0, Pooling::kMean), 0);
+}
+
+TEST_F(SchedulerTest, APreemptedPromptIsNotScoredTwice) {
+  config_.max_num_batched_tokens = 8;
+  Sequence* s = make(20, 4);
+  s->num_prompt_logprobs = 0;
+  scheduler().add(s);
+  EXPECT_EQ(plan().num_scored, 8);
+  scheduler().commit({});
+  s->score_begin = 8;
+  scheduler().recompute_all();
+  EXPECT_EQ(plan().num_scored, 0);
+  scheduler().commit({});
+  const Step step = plan();
+  EXPECT_EQ(step.sequences[0].first_scored, 8);
+  EXPECT_EQ(step.num_scored, 8);
+}
+
+TEST_F(SchedulerTest, ASequenceThatSamplesNothingIsNotPlannedBeyondItsPrompt) {
+  config_.max_num_batched_tokens = 8;
+  Sequence* s = add(12, 0);
+  EXPECT_FALSE(plan().sequences[0].ends_prompt());
+  const Step last = plan();  // on top of a step in flight
+  EXPECT_TRUE(last.sequences[0].ends_prompt());
+  EXPECT_EQ(last.num_samples, 0);
+  scheduler().commit({});
+  EXPECT_TRUE(plan().empty());
+  scheduler().commit({});
+  scheduler().finish(s);
+  scheduler().check_invariants();
+  EXPECT_FALSE(scheduler().has_work());
+}
+
 }  // namespace
 }  // namespace vllm_lite

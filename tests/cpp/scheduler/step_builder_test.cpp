@@ -198,6 +198,44 @@ TEST_F(StepBuilderTest, MaxLogprobsCountsSampledRowsOnly) {
   EXPECT_EQ(PlanView(build()).header().max_logprobs, 5);
 }
 
+TEST_F(StepBuilderTest, PromptTokensThatAreScoredAndPooledPartsAreInTheWords) {
+  config_.max_num_batched_tokens = 8;
+  Sequence* a = make(3, 4);
+  a->num_prompt_logprobs = 2;
+  Sequence* b = make(7, 0);
+  b->pooling = Pooling::kMean;
+  Sequence* c = make(4, 0);
+  c->pooling = Pooling::kLast;
+  for (Sequence* s : {a, b, c}) scheduler().add(s);
+  const auto scored_words = [](const PlanView& plan) {
+    std::vector<Ints> words;
+    for (const ScoredToken& token : plan.scored()) {
+      words.push_back({token.index, token.token, token.count});
+    }
+    return words;
+  };
+  const PlanView first(build());  // a whole, five tokens of b
+  EXPECT_EQ(scored_words(first), (std::vector<Ints>{{0, a->tokens[1], 2}, {1, a->tokens[2], 2}}));
+  EXPECT_EQ(first.header().max_prompt_logprobs, 2);
+  EXPECT_EQ(ints(first.logits_indices()), (Ints{2}));
+  ASSERT_EQ(first.pooled().size(), 1u);
+  EXPECT_EQ(first.pooled()[0].sequence, 1);
+  EXPECT_EQ(first.pooled()[0].pooling, Pooling::kMean);
+  EXPECT_FALSE(first.pooled()[0].ends);
+  EXPECT_EQ(first.header().num_vectors, 0);
+  a->score_begin = 2;
+  commit_tokens({1});
+  const PlanView second(build());  // a decode, what is left of b, c whole
+  EXPECT_TRUE(second.scored().empty());
+  EXPECT_EQ(ints(second.logits_indices()), (Ints{0}));
+  ASSERT_EQ(second.pooled().size(), 2u);
+  EXPECT_TRUE(second.pooled()[0].ends);
+  EXPECT_EQ(second.pooled()[1].sequence, 2);
+  EXPECT_EQ(second.pooled()[1].pooling, Pooling::kLast);
+  EXPECT_TRUE(second.pooled()[1].ends);
+  EXPECT_EQ(second.header().num_vectors, 2);
+}
+
 TEST_F(StepBuilderTest, CopiesAndFreedRowsAreInTheWords) {
   Sequence* parent = add(6, 4);
   Sequence* fork = add_fork(parent);

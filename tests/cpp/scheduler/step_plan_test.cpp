@@ -18,10 +18,24 @@ namespace {
 
 constexpr int32_t kMaxInt = std::numeric_limits<int32_t>::max();
 
-enum Field { kMagic, kNumWords, kStepLow, kStepHigh, kNumLogits, kMaxLogprobs, kError, kMessage };
+enum Field {
+  kMagic,
+  kNumWords,
+  kStepLow,
+  kStepHigh,
+  kNumLogits,
+  kMaxLogprobs,
+  kError,
+  kMessage,
+  kNumScored,
+  kMaxPromptLogprobs,
+  kNumVectors,
+  kVectorSize
+};
 
+// With two scored tokens that have one likeliest each, and a vector of three, if `scores`.
 std::vector<int32_t> result_words(int32_t num_logits, int32_t max_logprobs,
-                                  const std::string& message) {
+                                  const std::string& message, bool scores = false) {
   std::vector<int32_t> words = {kResultMagic,
                                 0,
                                 7,
@@ -29,7 +43,11 @@ std::vector<int32_t> result_words(int32_t num_logits, int32_t max_logprobs,
                                 num_logits,
                                 max_logprobs,
                                 message.empty() ? 0 : 1,
-                                static_cast<int32_t>(message.size())};
+                                static_cast<int32_t>(message.size()),
+                                scores ? 2 : 0,
+                                scores ? 1 : 0,
+                                scores ? 1 : 0,
+                                scores ? 3 : 0};
   for (int32_t i = 0; i < num_logits; ++i) words.push_back(100 + i);
   if (max_logprobs >= 0) {
     for (int32_t i = 0; i < num_logits; ++i) {
@@ -39,6 +57,13 @@ std::vector<int32_t> result_words(int32_t num_logits, int32_t max_logprobs,
     for (int32_t i = 0; i < num_logits * max_logprobs; ++i) words.push_back(1000 + i);
     for (int32_t i = 0; i < num_logits * max_logprobs; ++i) {
       words.push_back(std::bit_cast<int32_t>(-1.0f * static_cast<float>(i)));
+    }
+  }
+  if (scores) {
+    for (const float logprob : {-1.5f, -2.5f}) words.push_back(std::bit_cast<int32_t>(logprob));
+    words.insert(words.end(), {4, 0, 70, 71});  // ranks, top ids
+    for (const float value : {-0.25f, -0.75f, 1.0f, 2.0f, 3.0f}) {
+      words.push_back(std::bit_cast<int32_t>(value));
     }
   }
   const size_t at = words.size();
@@ -63,6 +88,19 @@ TEST(StepResultView, ReadsEverySection) {
   EXPECT_THROW(view.top_logprobs(-1), InternalError);
 }
 
+TEST(StepResultView, ReadsScoresAndVectorsBehindWhatWasSampled) {
+  const auto words = result_words(2, 2, "", true);
+  const StepResultView view(words);
+  EXPECT_EQ(view.top_logprobs(1)[1], -3.0f);
+  EXPECT_EQ(view.scored().width, 1u);
+  EXPECT_EQ(view.scored().logprobs[1], -2.5f);
+  EXPECT_EQ(view.scored().ranks[0], 4);
+  EXPECT_EQ(view.scored().top_ids[1], 71);
+  EXPECT_EQ(view.scored().top_logprobs[1], -0.75f);
+  EXPECT_EQ(view.vector(0)[2], 3.0f);
+  EXPECT_THROW(view.vector(1), InternalError);
+}
+
 TEST(StepResultView, SectionsThatNobodyAskedForAreEmpty) {
   const auto plain = result_words(2, -1, "");
   EXPECT_TRUE(StepResultView(plain).logprobs().empty());
@@ -80,7 +118,7 @@ TEST(StepResultView, ErrorCarriesItsMessage) {
 }
 
 TEST(StepResultView, EveryPrefixOfAResultIsRefused) {
-  const auto words = result_words(2, 2, "text");
+  const auto words = result_words(2, 2, "text", true);
   for (size_t size = 0; size < words.size(); ++size) {
     EXPECT_THROW(StepResultView({words.data(), size}), InternalError) << size;
   }
@@ -89,13 +127,14 @@ TEST(StepResultView, EveryPrefixOfAResultIsRefused) {
 
 TEST(StepResultView, WrongHeaderFieldsAreRefused) {
   const auto refuses = [](Field field, int32_t value) {
-    auto words = result_words(2, 2, "text");
+    auto words = result_words(2, 2, "text", true);
     words[field] = value;
     EXPECT_THROW(StepResultView{words}, InternalError) << field << " = " << value;
   };
   refuses(kMagic, kPlanMagic);
   for (int32_t value : {-1, 0, 5, kMaxInt, std::numeric_limits<int32_t>::min()}) {
-    for (Field field : {kNumWords, kNumLogits, kMaxLogprobs, kMessage}) {
+    for (Field field : {kNumWords, kNumLogits, kMaxLogprobs, kMessage, kNumScored,
+                        kMaxPromptLogprobs, kNumVectors, kVectorSize}) {
       refuses(field, value);
     }
   }
@@ -107,6 +146,14 @@ TEST(StepResultView, CountsWhoseProductsOverflowAreRefused) {
       auto words = result_words(0, -1, "");
       words[kNumLogits] = n;
       words[kMaxLogprobs] = top;
+      EXPECT_THROW(StepResultView{words}, InternalError);
+      words = result_words(0, -1, "");
+      words[kNumScored] = n;
+      words[kMaxPromptLogprobs] = top;
+      EXPECT_THROW(StepResultView{words}, InternalError);
+      words = result_words(0, -1, "");
+      words[kNumVectors] = n;
+      words[kVectorSize] = top;
       EXPECT_THROW(StepResultView{words}, InternalError);
     }
   }

@@ -74,9 +74,8 @@ def test_concurrent_requests_equal_their_solo_runs(engine: AsyncLLMEngine) -> No
     asyncio.run(main())
 
 
+@pytest.mark.case("NSA-01")
 def test_n_samples_come_as_consistent_streams(engine: AsyncLLMEngine) -> None:
-    """NSA-01: sub-requests of n=2 must not overwrite each other."""
-
     async def main() -> None:
         options = {"n": 2, "temperature": 1.0, "seed": 4}
         delta = greedy(**options, output_kind=RequestOutputKind.DELTA)
@@ -153,11 +152,12 @@ WAYS_OUT = [
 ]
 
 
+@pytest.mark.case("ABT-03")
 @pytest.mark.parametrize("leave", WAYS_OUT, ids=lambda way: way.__name__)
 def test_leaving_the_iterator_aborts_the_request(
     engine: AsyncLLMEngine, leave: Callable[[AsyncLLMEngine], Coroutine[None, None, None]]
 ) -> None:
-    """ABT-01, ABT-03: whichever way out, the request ends and its blocks are free again."""
+    """Whichever way out, the request ends and its blocks are free again."""
 
     async def main() -> None:
         async with asyncio.timeout(20):
@@ -294,6 +294,7 @@ def pids_of(engine: AsyncLLMEngine) -> list[int]:
     return [child.process.pid for child in engine._client._processes.children]
 
 
+@pytest.mark.case("WRK-01")
 @pytest.mark.parametrize("index", [0, 1], ids=["worker", "engine core"])
 def test_killed_process_ends_every_request_with_the_reason(tiny_model: str, index: int) -> None:
     engine = AsyncLLMEngine(tiny_model, num_threads=1)

@@ -64,6 +64,9 @@ def submit(core: _core.EngineCore, **changes: Any) -> None:
         "include_stop": False,
         "skip_special_tokens": True,
         "constraint": b"",
+        "beam_width": 0,
+        "length_penalty": 1.0,
+        "early_stopping": "no",
     }
     core.submit(**{**request, **changes})
 

@@ -15,7 +15,7 @@ from checkpoints import PagedRunner, load, make_model, prompt, reference_logits,
 from engine.planned import with_plans
 from ops.back_ends import use
 from tiny_model import NUM_LAYERS, VOCAB_SIZE
-from vllm_lite import LLM, SamplingParams, ops
+from vllm_lite import LLM, SamplingParams, StructuredOutputsParams, ops
 from vllm_lite.config import EngineConfig
 from vllm_lite.model_config import load_model_config
 from vllm_lite.model_files import ModelFiles
@@ -24,7 +24,7 @@ from vllm_lite.worker import worker as worker_module
 from vllm_lite.worker.cuda import DecodeGraphs, measured_kv_memory, unmeasured_bytes
 from vllm_lite.worker.largest_step import largest_plan
 from vllm_lite.worker.step_inputs import upload
-from vllm_lite.worker.step_plan import StepPlan
+from vllm_lite.worker.step_plan import HEADER_WORDS, StepPlan
 from vllm_lite.worker.worker import Worker
 
 PROMPTS = ["The quick", "def f(x):", "Größe", "lazy dog, and it is what they have said. " * 3]
@@ -279,7 +279,7 @@ def test_the_largest_plan_is_one_that_may_come(
     plan = StepPlan(largest_plan(num_tokens, num_seqs, 64, 16, 1000))
     assert (plan.num_tokens, plan.num_seqs) == expected
     slots, tokens, positions, starts, lens, rows, indices = plan.words[
-        16 : len(plan.words) - len(plan.changes)
+        HEADER_WORDS : len(plan.words) - len(plan.changes)
     ].split([2 * expected[0], *[expected[0]] * 2, expected[1] + 1, *[expected[1]] * 3])
     assert (tokens == 0).all() and (slots.view(torch.int64) == positions % 16).all()
     assert positions.max() + 1 == lens.max() <= 64
@@ -294,6 +294,7 @@ def test_all_of_a_step_goes_to_the_device_in_its_upload(tiny_model: str) -> None
         SamplingParams(temperature=0, max_tokens=6, logit_bias={5: 4.0, 9: 3.0}, min_tokens=5),
         SamplingParams(temperature=1, seed=3, max_tokens=6, n=2, presence_penalty=1.5),
         SamplingParams(temperature=1, seed=4, max_tokens=6, allowed_token_ids=list(range(40, 90))),
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="[a-z]{6}"), seed=5),
     ]
     num_changes: list[int] = []
 
@@ -308,7 +309,7 @@ def test_all_of_a_step_goes_to_the_device_in_its_upload(tiny_model: str) -> None
         return sent
 
     def run(llm: LLM) -> list[list[list[int]]]:
-        outputs = llm.generate(PROMPTS[:3], params, use_tqdm=False)
+        outputs = llm.generate(PROMPTS[:4], params, use_tqdm=False)
         return [[one.token_ids for one in output.outputs] for output in outputs]
 
     with on_host(), LLM(tiny_model, num_threads=1, max_model_len=256, dtype="bfloat16") as llm:

@@ -185,11 +185,31 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.case("BIV-01", "SED-01", "PFX-05")
 @pytest.mark.parametrize(("isa", "weights", "share"), cases(), indirect=["isa"])
 def test_a_request_has_the_same_bits_in_every_company(
     isa: str, weights: str, share: int, models: dict[str, tuple[str, dict[str, Any]]]
 ) -> None:
     check(*models[weights], share)
+
+
+@pytest.mark.case("BIV-01")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_output_does_not_depend_on_how_many_run_or_on_the_place(
+    dtype: str, models: dict[str, tuple[str, dict[str, Any]]]
+) -> None:
+    def run(prompts: list[Prompt]) -> list[Any]:
+        outputs = llm.generate(prompts, PARAMS[0], use_tqdm=False)
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+    source = random.Random(1)
+    probe = random_prompt(source, 30)
+    with LLM(models["bfloat16"][0], dtype=dtype, max_model_len=MAX_LEN, num_threads=2) as llm:
+        (alone,) = run([probe])
+        for num_others in (2, 7, 16):
+            others = [random_prompt(source, source.randrange(5, 60)) for _ in range(num_others)]
+            assert run([probe, *others])[0] == alone
+            assert run([*others, probe])[-1] == alone
 
 
 @pytest.mark.slow

@@ -79,11 +79,12 @@ CASES = [
 NAMES = {USE_LLM: "LLM", USE_PROCESSES: "Engine in processes", USE_ASYNC: "AsyncLLMEngine"}
 
 
+@pytest.mark.case("SHD-03")
 @pytest.mark.parametrize(("use", "end"), CASES, ids=[f"{NAMES[u]}, {e}" for u, e in CASES])
 def test_script_without_main_guard_leaves_nothing(
     tiny_model: str, tmp_path: Path, use: str, end: str
 ) -> None:
-    """SHD-03. Children are not started by importing the script again, and end with it."""
+    """Children are not started by importing the script again, and end with it."""
     left = Leftovers(tmp_path)
     last_line, code = ENDS[end]
     done = run_script(f"print('begun')\n{use}\n{last_line}\n", tiny_model, left)
@@ -212,8 +213,9 @@ def test_ctrl_c_ends_a_script_and_its_children_quietly(tiny_model: str, tmp_path
     left.assert_none()
 
 
+@pytest.mark.case("SHD-05")
 def test_five_engines_one_after_another_leave_the_program_as_it_was(tiny_model: str) -> None:
-    """SHD-05, with and without close()."""
+    """With and without close()."""
     process = psutil.Process()
 
     def use(close: bool) -> list[int]:
@@ -240,6 +242,7 @@ def test_five_engines_one_after_another_leave_the_program_as_it_was(tiny_model: 
     assert after[2] - memory < 20 << 20
 
 
+@pytest.mark.case("SHD-05")
 def test_five_engines_in_processes_leave_no_descriptor_thread_or_child(tiny_model: str) -> None:
     process = psutil.Process()
     before = process.num_threads(), process.num_fds(), set(process.children())

@@ -23,6 +23,7 @@ def tokens(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.case("SMP-06")
 def test_the_next_owner_of_a_row_inherits_nothing(tiny_model: str) -> None:
     with LLM(tiny_model, num_threads=1, max_model_len=256, max_num_seqs=1) as llm:
         (first,) = tokens(llm, [PLAIN])

@@ -39,6 +39,7 @@ def assert_same(outputs: list[RequestOutput], expected: list[RequestOutput]) -> 
             assert ours.logprobs[position][token] == theirs.logprobs[position][token]
 
 
+@pytest.mark.case("BIV-03")
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(batch: list[RequestOutput]) -> None:
     """Every token is the reference's likeliest after the same prefix, so the whole text is too."""
     for output in batch:
@@ -66,6 +67,7 @@ def test_text_is_the_tokenizers_decode(llm: LLM, batch: list[RequestOutput]) -> 
         assert sample.text == llm.get_tokenizer().decode(sample.token_ids)
 
 
+@pytest.mark.case("BIV-01")
 def test_alone_gives_the_tokens_of_the_batch(llm: LLM, batch: list[RequestOutput]) -> None:
     for prompt, expected in zip(PROMPTS, batch, strict=True):
         assert_same(llm.generate(prompt, SHORT, use_tqdm=False), [expected])
@@ -85,6 +87,7 @@ def test_prefix_hit_gives_the_same_tokens(llm: LLM) -> None:
     assert_same(warm, cold)
 
 
+@pytest.mark.case("SCH-05")
 @pytest.mark.parametrize(
     "options",
     [
@@ -114,6 +117,7 @@ def test_other_scheduling_gives_the_same_tokens(
         assert sample.text == other.get_tokenizer().decode(sample.token_ids)
 
 
+@pytest.mark.case("PEN-05")
 def test_repetition_penalty_is_that_of_transformers(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, repetition_penalty=1.2)
     output = llm.generate(PROMPTS[0], params, use_tqdm=False)[0]
@@ -136,6 +140,7 @@ def test_chat_answers_sensibly(llm: LLM) -> None:
     assert "<|im_end|>" not in output.outputs[0].text
 
 
+@pytest.mark.case("SED-01")
 def test_seeded_sampling_does_not_depend_on_the_batch(llm: LLM) -> None:
     seeded = SamplingParams(temperature=0.8, top_p=0.95, seed=42, max_tokens=24, ignore_eos=True)
     free = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True)
@@ -166,3 +171,36 @@ def test_creating_an_engine_leaves_the_callers_random_generators_alone() -> None
     first = draw()
     LLM("smollm2", dtype="float32", max_model_len=64).close()
     assert [first, draw()] == expected
+
+
+@pytest.mark.case("LPR-06")
+def test_prompt_logprobs_are_those_of_transformers(llm: LLM) -> None:
+    prompts = PROMPTS[:8]
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        ids = output.prompt_token_ids
+        logprobs = reference_logits(ids[:1], ids[1:]).log_softmax(-1)
+        assert output.prompt_logprobs is not None
+        for position, entry in enumerate(output.prompt_logprobs[1:]):
+            assert entry is not None
+            for token, value in entry.items():
+                expected = logprobs[position, token].item()
+                assert value.logprob == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_document_that_answers_has_the_highest_score(llm: LLM) -> None:
+    documents = [
+        "Paris is the capital and largest city of France.",
+        "A banana is a long yellow fruit that grows in bunches.",
+        "The heart pumps blood through the body.",
+        "Bread is baked from flour, water and yeast.",
+    ]
+    queries = [
+        "What is the capital of France?",
+        "Which fruit is long and yellow?",
+        "Which organ pumps blood?",
+        "What is bread made of?",
+    ]
+    for answer, query in enumerate(queries):
+        scores = [output.outputs.score for output in llm.score(query, documents, use_tqdm=False)]
+        assert scores.index(max(scores)) == answer, (query, scores)

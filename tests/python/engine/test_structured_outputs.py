@@ -1,6 +1,7 @@
 """Grammars and bad words: what an output may be, beside all else that a request can ask for."""
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -200,6 +201,7 @@ def test_samples_of_one_prompt_each_have_their_own_state(llm: LLM) -> None:
     assert len(set(outputs)) > 1
 
 
+@pytest.mark.case("LPR-05")
 def test_logprobs_are_the_models_own(llm: LLM) -> None:
     (output,) = llm.generate(PROMPTS[0], structured(choice=["Größe"], logprobs=5), use_tqdm=False)
     sample = output.outputs[0]
@@ -207,6 +209,7 @@ def test_logprobs_are_the_models_own(llm: LLM) -> None:
     for token, position in zip(sample.token_ids, sample.logprobs, strict=True):
         ranks = [one.rank for one in position.values()]
         assert next(iter(position)) == token and sorted(ranks)[:5] == [1, 2, 3, 4, 5]
+        assert all(math.isfinite(one.logprob) for one in position.values())
     # What a model of random weights would hardly have chosen.
     assert any(position[token].rank > 5 for token, position in zip(
         sample.token_ids, sample.logprobs, strict=True))  # fmt: skip

@@ -110,6 +110,7 @@ def cut(ids: list[int], cuts: set[int]) -> list[list[int]]:
     return [ids[a:b] for a, b in pairwise(marks)]
 
 
+@pytest.mark.case("TOK-03", "TOK-05")
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("skip", [True, False])
 @settings(max_examples=150, deadline=None)
@@ -123,6 +124,7 @@ def test_decode_of_random_ids_equals_the_tokenizers(name: str, skip: bool, data:
     assert decode_in_groups(table, cut(ids, cuts), skip) == want
 
 
+@pytest.mark.case("TOK-01", "TOK-03")
 @pytest.mark.parametrize("skip", [True, False])
 def test_byte_runs_of_valid_and_broken_characters_equal_the_tokenizers(skip: bool):
     """Runs that are mostly valid: uniformly random bytes hardly ever are."""
@@ -151,6 +153,7 @@ def test_byte_runs_of_valid_and_broken_characters_equal_the_tokenizers(skip: boo
     assert min(num_replaced, num_clean) > 300
 
 
+@pytest.mark.case("TOK-01", "TOK-05")
 @pytest.mark.parametrize("skip", [True, False])
 def test_byte_level_texts_round_trip_one_token_at_a_time(skip: bool):
     tokenizer, table = TOKENIZERS["byte_level"]
@@ -191,6 +194,7 @@ def test_a_table_that_does_not_fit_is_refused():
 texts = st.text(alphabet="abé😀\n", max_size=40)
 
 
+@pytest.mark.case("STP-01")
 @settings(max_examples=300, deadline=None)
 @given(
     pieces=st.lists(texts, max_size=8),

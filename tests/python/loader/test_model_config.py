@@ -65,6 +65,7 @@ def test_model_type_stands_in_for_absent_architectures(tmp_path: Path) -> None:
     assert config.head_size == 128  # its own default
 
 
+@pytest.mark.case("SEC-08")
 def test_code_in_the_checkpoint_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "modeling.py").write_text("raise SystemExit('ran')")
     config = read(tmp_path, auto_map={"AutoModelForCausalLM": "modeling.Llama"})
@@ -83,7 +84,7 @@ def test_code_in_the_checkpoint_is_not_run(tmp_path: Path) -> None:
         ({"hidden_size": True}, "hidden_size is True"),
         ({"hidden_size": 129}, "hidden_size is 129"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3.*num_attention_heads"),
-        ({"head_dim": 40}, "head_dim is 40; supported: 64"),
+        ({"head_dim": 40}, "head_dim is 40; supported: 32, 64"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
@@ -125,6 +126,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
+@pytest.mark.case("NUM-05", "NUM-06")
 @pytest.mark.parametrize(
     ("max_position", "scaling", "limit"),
     [
@@ -157,6 +159,7 @@ def test_both_spellings_of_rope_are_one(tmp_path: Path) -> None:
         read(tmp_path, rope_parameters=nested)
 
 
+@pytest.mark.case("NUM-08")
 def test_windows(tmp_path: Path) -> None:
     mistral = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 1}
     config = read(tmp_path, **mistral, sliding_window=16)
@@ -174,6 +177,7 @@ def test_windows(tmp_path: Path) -> None:
         read(tmp_path, **qwen, use_sliding_window=True, layer_types=types[:1])
 
 
+@pytest.mark.case("NUM-16")
 @pytest.mark.parametrize(
     ("in_config", "in_generation", "expected"),
     [(2, None, (2,)), (None, [5, 6], (5, 6)), (2, [7, 2], (2, 7)), ([3], 4, (3, 4))],
@@ -217,6 +221,14 @@ def test_fields_as_transformers_reads_them(family: str, dtype: torch.dtype, tmp_
     assert resolve_dtype_name("auto", config) == str(dtype).removeprefix("torch.")
 
 
+def test_heads_of_32_are_for_the_cpu_alone(tmp_path: Path) -> None:
+    model = read(tmp_path, head_dim=32)
+    assert EngineConfig(device="cpu").resolve(model).device == "cpu"
+    with pytest.raises(ValueError, match="head_dim 32 is not supported on CUDA"):
+        EngineConfig(device="cuda").resolve(model)
+
+
+@pytest.mark.case("NUM-11")
 def test_dtype_rule(tmp_path: Path) -> None:
     config = read(tmp_path)
     assert resolve_dtype_name("auto", config) == "bfloat16"

@@ -47,6 +47,7 @@ def test_shards(tmp_path: Path) -> None:
     logits_match(make_model("llama"), sharded(tmp_path))
 
 
+@pytest.mark.case("NUM-01")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_is_filled_exactly_once(family: str, tied: bool, tmp_path: Path) -> None:
@@ -78,6 +79,7 @@ def test_progress_counts_the_bytes_of_the_files(tmp_path: Path) -> None:
     assert [done for done, _ in calls] == sorted({done for done, _ in calls})
 
 
+@pytest.mark.case("NUM-01")
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     """The server used to start with uninitialised weights."""
     files = sharded(tmp_path)
@@ -87,6 +89,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         load(files)
 
 
+@pytest.mark.case("NUM-01")
 @pytest.mark.parametrize("size", [0, 4, 100, -1])
 def test_a_cut_shard_is_named(size: int, tmp_path: Path) -> None:
     files = sharded(tmp_path)
@@ -96,6 +99,7 @@ def test_a_cut_shard_is_named(size: int, tmp_path: Path) -> None:
         load(files)
 
 
+@pytest.mark.case("NUM-01")
 def test_an_index_that_names_an_absent_tensor(tmp_path: Path) -> None:
     files = sharded(tmp_path)
     index = json.loads((tmp_path / INDEX).read_text())
@@ -144,6 +148,7 @@ def test_a_wrong_tensor_is_named(
     assert str(tmp_path) in str(error.value)
 
 
+@pytest.mark.case("NUM-03")
 @pytest.mark.parametrize("with_head", [False, True])
 def test_a_tied_model_ignores_a_head_in_the_file(with_head: bool, tmp_path: Path) -> None:
     """The file's own lm_head.weight used to be an error, or was used in place of the embedding."""
@@ -162,6 +167,7 @@ def test_old_rotary_buffers_are_ignored(tmp_path: Path) -> None:
     logits_match(make_model("llama"), files)
 
 
+@pytest.mark.case("SEC-08")
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
 
@@ -186,6 +192,7 @@ def test_a_directory_without_weights(tmp_path: Path) -> None:
         load(files)
 
 
+@pytest.mark.case("NUM-11")
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_weights_are_converted_to_the_asked_dtype(
@@ -216,6 +223,7 @@ def unpacked(target: torch.Tensor | Place) -> torch.Tensor:
     return values
 
 
+@pytest.mark.case("NUM-11")
 def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:
     files = save(make_model("llama"), tmp_path)
     edit(tmp_path, lambda tensors: tensors[K_PROJ].view(-1)[3].fill_(1e5))

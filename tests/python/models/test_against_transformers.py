@@ -36,12 +36,14 @@ def check(reference: Any, directory: Path, length: int, chunks: list[int]) -> No
     torch.testing.assert_close(runner.run(tokens, chunks), expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.case("NUM-10", "NUM-13")
 @pytest.mark.parametrize("case", FAMILIES)
 def test_whole_prompt_then_decode(case: str, tmp_path: Path) -> None:
     family, config = FAMILIES[case]
     check(make_model(family, **config), tmp_path, length=45, chunks=[37])
 
 
+@pytest.mark.case("NUM-13")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_chunked_prompt(family: str, tmp_path: Path) -> None:
     check(make_model(family), tmp_path, length=50, chunks=[7] * 6)
@@ -62,10 +64,12 @@ def test_sequences_in_one_step_do_not_mix(tmp_path: Path) -> None:
             )
 
 
-def test_head_size_is_read_and_not_derived_from_hidden_size(tmp_path: Path) -> None:
+@pytest.mark.case("NUM-10")
+@pytest.mark.parametrize("head_size", [32, 64])
+def test_head_size_is_read_and_not_derived_from_hidden_size(head_size: int, tmp_path: Path) -> None:
     """head_dim used to be taken as hidden_size / heads (24 here)."""
     config = {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    check(make_model("llama", **config), tmp_path, length=20, chunks=[15])
+    check(make_model("llama", head_dim=head_size, **config), tmp_path, length=20, chunks=[15])
 
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -97,6 +101,7 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.case("NUM-05", "NUM-06")
 @pytest.mark.parametrize("kind", ROPES)
 def test_rope_scaling(kind: str, tmp_path: Path) -> None:
     rope = {"rope_theta": 5000.0, **ROPES[kind]}
@@ -104,6 +109,7 @@ def test_rope_scaling(kind: str, tmp_path: Path) -> None:
     check(reference, tmp_path, length=251, chunks=[101, 140])
 
 
+@pytest.mark.case("NUM-06")
 @pytest.mark.parametrize("max_model_len", [60, 128], ids=["below-original", "above-original"])
 def test_dynamic_rope_has_the_base_of_max_model_len(max_model_len: int, tmp_path: Path) -> None:
     """transformers moves the base with the text; for max_model_len tokens the two must agree."""
@@ -139,6 +145,7 @@ WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.case("NUM-08")
 @pytest.mark.parametrize("chunks", [[100], [7] * 14], ids=["whole", "chunks-of-7"])
 @pytest.mark.parametrize("case", WINDOWS)
 def test_sliding_window(case: str, chunks: list[int], tmp_path: Path) -> None:
@@ -146,6 +153,7 @@ def test_sliding_window(case: str, chunks: list[int], tmp_path: Path) -> None:
     check(make_model(family, **config), tmp_path, length=150, chunks=chunks)
 
 
+@pytest.mark.case("NUM-08")
 def test_blocks_that_fell_out_of_the_window_are_not_read(tmp_path: Path) -> None:
     reference = make_model("mistral", sliding_window=16)
     runner = PagedRunner(load(save(reference, tmp_path)))
@@ -157,6 +165,7 @@ def test_blocks_that_fell_out_of_the_window_are_not_read(tmp_path: Path) -> None
     torch.testing.assert_close(logits, expected[100:], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.case("NUM-08")
 @pytest.mark.parametrize("case", ["mistral", "qwen3-interleaved"])
 def test_a_cached_prefix_serves_another_sequence(case: str, tmp_path: Path) -> None:
     family, config = WINDOWS[case]
@@ -171,6 +180,7 @@ def test_a_cached_prefix_serves_another_sequence(case: str, tmp_path: Path) -> N
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.case("NUM-11")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_half_precision_stays_near_float32(family: str, dtype: str, tmp_path: Path) -> None:
@@ -183,6 +193,7 @@ def test_half_precision_stays_near_float32(family: str, dtype: str, tmp_path: Pa
     assert error < {"bfloat16": 2e-2, "float16": 3e-3}[dtype] * expected.square().mean().sqrt()
 
 
+@pytest.mark.case("NUM-11")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_large_activations_do_not_overflow_inside_the_ops(dtype: str, tmp_path: Path) -> None:
     """Squares of the residual, and attention scores, pass 65504: both are taken in float32."""

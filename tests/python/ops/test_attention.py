@@ -204,6 +204,11 @@ def test_head_sizes_and_dtypes(head_size: int, dtype: torch.dtype) -> None:
     check(sequences, options_for(head_size))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_of_32_on_the_cpu(dtype: torch.dtype, isa: str) -> None:
+    check(make_sequences(MIXES["mixed"], 2, 3, 32, dtype), options_for(32))
+
+
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])

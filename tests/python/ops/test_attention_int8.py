@@ -48,7 +48,7 @@ def check(sequences: list[Sequence], options: Options, block_size: int = 16) -> 
 
 
 @dtypes
-@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256])
 def test_head_sizes_and_dtypes(head_size: int, dtype: torch.dtype, isa: str) -> None:
     check(make_sequences(MIXES["mixed"], 2, 3, head_size, dtype), options_for(head_size))
 

@@ -69,6 +69,7 @@ def test_greedy_takes_the_lowest_id_among_equals(back_end: str) -> None:
     assert sample(logits, [Row()] * 4).tokens() == [37, 2, 0, 77]
 
 
+@pytest.mark.case("KVA-03")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [0, 5, 63, 64, 99])
 def test_a_row_with_nan_or_without_a_candidate_fails_alone(
@@ -336,6 +337,7 @@ def assert_effective_logit(logits: torch.Tensor, row: Row, token: int, value: fl
         assert sample(contest, [one]).tokens() == [winner]
 
 
+@pytest.mark.case("PEN-03")
 def test_penalties_by_hand_at_the_first_and_second_step(back_end: str) -> None:
     # Prompt [3, 3, 4]: repetition counts it from the first step, the other two never do.
     logits = torch.tensor([[1.0, -1.0, 0.5, 2.0, -2.0, 0.25, 0.0]])
@@ -385,6 +387,7 @@ def test_ids_outside_the_vocabulary_are_ignored(back_end: str) -> None:
     assert sample(logits, [row]).tokens() == [2]
 
 
+@pytest.mark.case("STP-06")
 def test_stop_ids_are_masked_until_the_minimum_length(back_end: str) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]]).expand(3, -1)
     rows = [Row(stop=[1, 2], min_total_tokens=10, position=p) for p in (8, 9, 10)]

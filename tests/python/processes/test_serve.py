@@ -13,7 +13,9 @@ import openai
 import pytest
 
 from processes.server_process import ServerProcess, metrics, stream
-from tiny_model import EOS, VOCAB_SIZE
+from tiny_model import EOS, VOCAB_SIZE, forced
+from vllm_lite.model_files import ModelFiles, find_model
+from vllm_lite.tokenizer import Tokenizer, load_tokenizer
 
 MODEL = "smollm2"
 
@@ -133,6 +135,7 @@ def test_bad_requests_are_400_and_harm_nobody(http: httpx.Client) -> None:
     assert http.get("/health").status_code == 200
 
 
+@pytest.mark.case("MET-03")
 def test_metrics_count_and_come_back_to_zero(server: ServerProcess, http: httpx.Client) -> None:
     server.wait_idle(http)
     before = metrics(http)
@@ -154,11 +157,12 @@ def test_metrics_count_and_come_back_to_zero(server: ServerProcess, http: httpx.
     assert after["vllm_lite:time_to_first_token_seconds_count"] > 0
 
 
+@pytest.mark.case("ABT-01")
 @pytest.mark.parametrize("streamed", [True, False])
 def test_client_that_goes_away_frees_its_blocks(
     server: ServerProcess, http: httpx.Client, streamed: bool
 ) -> None:
-    """ABT-01: the request would run for a minute."""
+    """The request would run for a minute."""
     body = {"prompt": "Once", "max_tokens": 25000, "ignore_eos": True, "n": 4, "stream": streamed}
     server.wait_idle(http)
     with server.client() as leaving:
@@ -171,6 +175,139 @@ def test_client_that_goes_away_frees_its_blocks(
     began = time.monotonic()
     server.wait_idle(http)
     assert time.monotonic() - began < 5
+
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+def complete(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    """The only choice of a plain answer."""
+    answer = http.post("/v1/completions", json={"prompt": "The quick", **GREEDY, **body})
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    return choice
+
+
+def stream_choices(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
+    """The choices of a stream's chunks, in order."""
+    with stream(http, **body) as running:
+        *chunks, done = running
+    assert done == "[DONE]"
+    return [choice for chunk in chunks for choice in chunk["choices"]]
+
+
+@pytest.mark.case("STR-01")
+@pytest.mark.parametrize("max_tokens", [1, 2, 10])
+def test_the_chunk_that_ends_a_stream_loses_no_token(http: httpx.Client, max_tokens: int) -> None:
+    plain = complete(http, max_tokens=max_tokens, logprobs=0)
+    assert len(plain["logprobs"]["tokens"]) == max_tokens
+    choices = stream_choices(http, max_tokens=max_tokens, logprobs=0)
+    assert "".join(choice["text"] for choice in choices) == plain["text"]
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    assert tokens == plain["logprobs"]["tokens"]
+    reasons = [choice["finish_reason"] for choice in choices]
+    assert reasons == [None] * (len(choices) - 1) + ["length"]
+
+
+@pytest.mark.case("STP-01", "STP-03", "STP-05")
+def test_no_part_of_a_stop_string_is_streamed(http: httpx.Client) -> None:
+    letters = {
+        "max_tokens": 40,
+        "allowed_token_ids": list(range(30, 90)),
+        "repetition_penalty": 1.1,
+    }
+    plain = complete(http, **letters, logprobs=0)
+    text, tokens = plain["text"], plain["logprobs"]["tokens"]
+    assert set(map(len, tokens)) == {1}
+    begin = next(i for i in range(10, 30) if text.index(text[i : i + 3]) == i)
+    stop = text[begin : begin + 3]  # of three tokens
+    almost = text[begin - 4 : begin] + "\n"  # held back for a while, and let out
+    for include in (False, True):
+        body = {**letters, "stop": [almost, stop], "include_stop_str_in_output": include}
+        choices = stream_choices(http, **body)
+        expected = text[: begin + 3 if include else begin]
+        assert "".join(choice["text"] for choice in choices) == expected
+        stopped = complete(http, **body)
+        assert stopped["text"] == expected
+        for choice in (choices[-1], stopped):
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    choices = stream_choices(http, **letters, stop=[almost])
+    assert "".join(choice["text"] for choice in choices) == text
+    assert choices[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.case("STP-03", "STP-05")
+def test_chat_ends_with_openais_reasons_and_without_the_stops_text(http: httpx.Client) -> None:
+    def chat(**body: Any) -> tuple[str, str, Any]:
+        messages = [{"role": "user", "content": "the dog"}]
+        answer = http.post(
+            "/v1/chat/completions", json={"messages": messages, **GREEDY, "max_tokens": 30, **body}
+        )
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        return choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]
+
+    letters = {"allowed_token_ids": list(range(30, 90)), "repetition_penalty": 1.1}
+    text, *reasons = chat(**letters)
+    assert reasons == ["length", None]
+    word = text[12:15]
+    assert chat(**letters, stop=["never there", word]) == (text[: text.index(word)], "stop", word)
+    assert chat(logit_bias={str(EOS): 100}, ignore_eos=False) == ("", "stop", None)
+    assert chat(logit_bias={"53": 100}, stop_token_ids=[53]) == ("", "stop", 53)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: str) -> Tokenizer:
+    return load_tokenizer(ModelFiles(Path(tiny_model)))
+
+
+def bytes_as_tokens(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    single = {tokenizer.token_bytes(i): i for i in range(EOS + 1, 300)}
+    return [single[bytes([byte])] for byte in data]
+
+
+@pytest.mark.case("TOK-01", "LPR-03")
+@pytest.mark.parametrize("text", ["😀", "語", "ď", "x“é"])
+def test_characters_cut_into_bytes_are_streamed_whole(
+    http: httpx.Client, tokenizer: Tokenizer, text: str
+) -> None:
+    ids = bytes_as_tokens(tokenizer, text.encode())
+    assert tokenizer.decode(ids) == text
+    choices = stream_choices(http, prompt="12345", **forced(ids), n=2)
+    for index in (0, 1):
+        deltas = [choice["text"] for choice in choices if choice["index"] == index]
+        assert "".join(deltas) == text and not any("\ufffd" in delta for delta in deltas)
+    messages = [{"role": "user", "content": "12345"}]
+    body = {"messages": messages, **forced(ids), "logprobs": True, "top_logprobs": 5}
+    answer = http.post("/v1/chat/completions", json=body).json()["choices"][0]
+    assert answer["message"]["content"] == text
+    entries = answer["logprobs"]["content"]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == text
+    for entry in entries:
+        assert len(entry["top_logprobs"]) == 5
+        for other in entry["top_logprobs"]:
+            # Each by itself: a part of a character is U+FFFD. Only padded ids are without bytes.
+            assert other["token"] == bytes(other["bytes"]).decode(errors="replace")
+        assert any(other["bytes"] for other in entry["top_logprobs"])
+
+
+@pytest.mark.case("TOK-01")
+@pytest.mark.parametrize("text", [" ď", " 😀"])
+def test_a_space_and_a_part_of_a_character_in_one_token(client: openai.OpenAI, text: str) -> None:
+    """SmolLM2 has such tokens."""
+    tokenizer = load_tokenizer(find_model(MODEL))
+    *begin, end = text.encode()
+    ids = [
+        next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == part)
+        for part in (bytes(begin), bytes([end]))
+    ]
+    chunks = client.completions.create(
+        model=MODEL, prompt="One, two", stream=True, n=2, extra_body=forced(ids)
+    )
+    deltas = [(chunk.choices[0].index, chunk.choices[0].text) for chunk in chunks]
+    for index in (0, 1):
+        assert "".join(delta for of, delta in deltas if of == index) == text
+    assert not any("\ufffd" in delta for _, delta in deltas)
 
 
 MIXED: list[dict[str, Any]] = [
@@ -193,6 +330,7 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.case("SMP-08")
 def test_sixteen_mixed_requests_at_once_equal_their_solo_runs(http: httpx.Client) -> None:
     def ask(index: int) -> list[tuple[str, str]]:
         """(text, finish reason) of every choice; odd ones are streamed."""

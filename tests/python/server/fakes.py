@@ -7,7 +7,16 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_lite.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm_lite.messages import TokenLogprobs
+from vllm_lite.outputs import (
+    CompletionOutput,
+    Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
+    PromptLogprobs,
+    RequestOutput,
+)
+from vllm_lite.pooling_params import PoolingParams
 from vllm_lite.sampling_params import RequestOutputKind, SamplingParams
 from vllm_lite.stats import EngineStats
 
@@ -15,6 +24,7 @@ BOS, EOS = 256, 257
 SPECIAL = {BOS: b"<s>", EOS: b"</s>"}
 VOCAB_SIZE = 300  # the logits' width: wider than the tokenizer, as in padded checkpoints
 MAX_MODEL_LEN = 256
+MASKED = 7  # a prompt's token that the model holds to be impossible
 
 
 class FakeTokenizer:
@@ -79,6 +89,7 @@ class Config:
 @dataclass
 class ModelConfig:
     vocab_size: int = VOCAB_SIZE
+    hidden_size: int = 8
     generation_defaults: dict[str, Any] = field(default_factory=dict)
 
 
@@ -105,7 +116,7 @@ class Script:
 @dataclass
 class Call:
     prompt: list[int]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     request_id: str
     priority: int
     cache_salt: str | None = None
@@ -118,7 +129,7 @@ class FakeEngine:
         self.config = Config()
         self.script = script or Script()
         self.calls: list[Call] = []
-        self.running = 0
+        self.running = self.most_running = 0
         self.produced = 0  # outputs of all requests
         self.aborted: list[str] = []
         self.reason: str | None = None
@@ -158,6 +169,8 @@ class FakeEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         script = self.script
         samples = [_Sample(script, params, index) for index in range(params.n)]
+        of_prompt = _prompt_logprobs(self.tokenizer, prompt, params)
+        delta = params.output_kind is RequestOutputKind.DELTA
         produced = 0
         while any(not sample.done for sample in samples):
             await asyncio.sleep(script.delay)
@@ -177,7 +190,30 @@ class FakeEngine:
                     sample.told = bool(sample.everything.finish_reason)
             if outputs:
                 finished = all(sample.done for sample in samples)
-                yield RequestOutput(request_id, None, prompt, outputs, finished, script.cached)
+                yield RequestOutput(
+                    request_id, None, prompt, outputs, finished, script.cached, of_prompt
+                )
+                if delta:
+                    of_prompt = None  # told once
+
+    async def encode(
+        self,
+        prompt: list[int],
+        pooling_params: PoolingParams,
+        request_id: str,
+        priority: int = 0,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        self.calls.append(Call(prompt, pooling_params, request_id, priority))
+        if self.script.start_error is not None:
+            raise self.script.start_error
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await asyncio.sleep(self.script.delay)
+            vector = fake_vector(prompt)[: pooling_params.dimensions]
+            yield PoolingRequestOutput(request_id, PoolingOutput(vector), prompt)
+        finally:
+            self.running -= 1
 
     def health(self) -> str | None:
         return self.reason
@@ -193,11 +229,36 @@ class FakeEngine:
         self.drained = True
 
 
+def prompt_logprob(token: int) -> float:
+    """What the fake says of a prompt's token."""
+    return -math.inf if token == MASKED else -token / 64
+
+
+def fake_vector(prompt: list[int]) -> list[float]:
+    return [(sum(prompt) + i) / 256 for i in range(8)]
+
+
+def _prompt_logprobs(
+    tokenizer: FakeTokenizer, prompt: list[int], params: SamplingParams
+) -> PromptLogprobs | None:
+    count = params.prompt_logprobs
+    if count is None:
+        return None
+    top = [5 + k for k in range(count)]  # the likeliest, whatever the token
+    entries = [
+        TokenLogprobs(prompt_logprob(token), 30, top, [-0.5 - k for k in range(count)])
+        for token in prompt[max(params.prompt_logprobs_start, 1) :]
+    ]
+    return PromptLogprobs(
+        prompt, entries, lambda i: tokenizer.token_bytes(i).decode(errors="replace")
+    )
+
+
 class _Sample:
     def __init__(self, script: Script, params: SamplingParams, index: int) -> None:
         text = script.text.encode() if isinstance(script.text, str) else script.text
         tokens = list(text) if script.tokens is None else script.tokens
-        limit = params.max_tokens or 16
+        limit = 16 if params.max_tokens is None else params.max_tokens
         natural = script.ends and not params.ignore_eos and len(tokens) <= limit
         self._reason = script.last_reason or ("stop" if natural else "length")
         self._tokens = tokens if natural else [tokens[i % len(tokens)] for i in range(limit)]

@@ -163,8 +163,6 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"modalities": ["audio"]}, "modalities"),
         ({"audio": {}}, "audio"),
         ({"echo": True}, "echo"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"best_of": 3}, "best_of"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

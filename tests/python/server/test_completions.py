@@ -36,6 +36,7 @@ def test_answer_has_every_key_that_clients_check(client: Client) -> None:
     }
 
 
+@pytest.mark.case("STR-01")
 @pytest.mark.parametrize("max_tokens", [1, 2, 10])
 @pytest.mark.parametrize("per_output", [1, 3])
 def test_stream_joins_to_the_plain_text(client: Client, max_tokens: int, per_output: int) -> None:
@@ -138,6 +139,7 @@ def test_prompt_is_required(client: Client) -> None:
     refused(client.post("/v1/completions", json={}), 400, None, "prompt")
 
 
+@pytest.mark.case("LEN-01", "LEN-05")
 def test_prompt_and_output_must_fit_the_context(client: Client) -> None:
     def ask(length: int, **fields: object) -> object:
         return client.complete(prompt=[1] * length, **fields)
@@ -216,16 +218,11 @@ def test_defaults_come_from_the_model(client: Client) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("echo", True),
         ("suffix", "x"),
-        ("best_of", 2),
-        ("prompt_logprobs", 0),
-        ("use_beam_search", True),
         ("vllm_xargs", {"a": 1}),
         ("kv_transfer_params", {}),
         ("spaces_between_special_tokens", False),
         ("logits_processors", ["x"]),
-        ("echo", 0),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
@@ -250,6 +247,7 @@ def test_choices_of_one_request_are_bounded(engine: object) -> None:
     refused(client.complete(prompt=["a"] * 5), 400, "prompt", "5", "4")
 
 
+@pytest.mark.case("STP-05")
 def test_stop_reason_is_told(client: Client) -> None:
     client.engine.script.stop_reason = "wor"
     assert client.complete().json()["choices"][0]["stop_reason"] == "wor"
@@ -281,6 +279,7 @@ def test_engine_errors_before_the_first_output_have_a_status(client: Client, str
     assert client.engine.running == 0
 
 
+@pytest.mark.case("STR-03")
 @pytest.mark.parametrize("error", [EngineError("worker died"), KeyError("x"), ValueError("late")])
 def test_an_error_in_a_stream_is_its_last_event(client: Client, error: Exception) -> None:
     client.engine.script.error_at = 5

@@ -22,6 +22,7 @@ WRONG: dict[str, list[Any]] = {
     "model": [1, True, [], {}],
     "max_tokens": [*NUMBER, 0, -1, 1.5, 2**31, 2**70],
     "max_completion_tokens": [*NUMBER, 0, -1, 1.5, 2**31],
+    "prompt_logprobs": [*NUMBER, -1, 21, VOCAB_SIZE, 1.5, 2**70],
     "temperature": [*NUMBER, -0.1, 2.01, 1e308],
     "top_p": [*NUMBER, 0, -0.5, 1.1],
     "top_k": [*NUMBER, -2, 1.5, 2**31],
@@ -84,7 +85,10 @@ WRONG: dict[str, list[Any]] = {
     "documents": [1, "x", {}, [1], ["x"], [{}] * 1025],
     "reasoning_effort": [1, True, [], {}, "", "extreme"],
     "chat_template": [1, True, [], {}, "x", "x" * 70_000],
-    "best_of": [*NUMBER, 0, -1, 2],
+    "best_of": [*NUMBER, 0, -1, 1.5, 129],
+    "use_beam_search": [1, "true", [], {}],
+    "length_penalty": [*NUMBER, 2, 10.5, -10.5],
+    "early_stopping": [1, "always", [], {}, True, "never"],
     "prompt": [1, True, {}, [], "", [VOCAB_SIZE]],
     "add_special_tokens": [1, "x", [], {}],
     "messages": [1, "x", {}, [], [1], [{}], [{"role": "user", "content": "x"}] * 4097],
@@ -106,10 +110,11 @@ def wrong_values(path: str, field: str) -> list[Any]:
         return LOGPROBS[path]
     if any(f.name == field and f.type is Ignored for f in msgspec.structs.fields(PATHS[path])):
         return []
+    if field == "echo" and path == "/v1/completions":
+        return [1, "true", [], {}]
     values = WRONG.get(field, UNSUPPORTED)
     # Neutral values of fields that are not supported are fine.
-    return [v for v in values if not (v is True and field == "spaces_between_special_tokens")
-            and not (type(v) is int and v == 1 and field == "length_penalty")]  # fmt: skip
+    return [v for v in values if not (v is True and field == "spaces_between_special_tokens")]
 
 
 def fields_of(request: type[GenerationRequest]) -> list[str]:

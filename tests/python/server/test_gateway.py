@@ -160,6 +160,7 @@ def test_version(client: Client) -> None:
     assert set(client.get("/version").json()) == {"version"}
 
 
+@pytest.mark.case("HLT-03")
 def test_health_tells_the_engines_reason(client: Client) -> None:
     assert client.get("/health").json() == {"status": "ok"}
     client.engine.reason = "steps stall: 12 s without a result"

@@ -49,6 +49,7 @@ def call(port: int, method: str, path: str, body: Any = None) -> tuple[int, dict
 LONG = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
 
 
+@pytest.mark.case("ABT-01")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompts", [1, 3])
 def test_a_client_that_leaves_aborts_its_request(
@@ -76,6 +77,7 @@ def test_a_client_that_leaves_before_the_first_token_aborts(live: LiveServer, st
     wait_until(lambda: live.engine.running == 0)
 
 
+@pytest.mark.case("ABT-01")
 @pytest.mark.parametrize("prompts", [1, 2])
 def test_a_slow_reader_is_aborted_when_it_leaves_with_full_buffers(
     live: LiveServer, prompts: int
@@ -208,6 +210,7 @@ def test_openai_client_completions(live: LiveServer) -> None:
     assert client.models.retrieve("alias").id == "alias"
 
 
+@pytest.mark.case("STR-03")
 def test_openai_client_raises_the_right_errors(live: LiveServer) -> None:
     client = openai.OpenAI(base_url=live.url + "/v1", api_key="secret", max_retries=0)
 
@@ -241,6 +244,7 @@ def other_port() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
+@pytest.mark.case("CFG-03")
 def test_a_taken_port_is_an_error_at_once(other_port: int) -> None:
     with pytest.raises(OSError, match=f"port {other_port}.*choose another"):
         bind("127.0.0.1", other_port)

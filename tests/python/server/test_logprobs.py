@@ -9,6 +9,7 @@ from server.client import Client, events, refused
 from server.fakes import EOS, Script
 
 
+@pytest.mark.case("LPR-01")
 def test_chat_entries_are_openais(client: Client) -> None:
     choice = client.chat(logprobs=True, top_logprobs=3, max_tokens=2).json()["choices"][0]
     assert set(choice["logprobs"]) == {"content", "refusal"}
@@ -23,6 +24,7 @@ def test_chat_entries_are_openais(client: Client) -> None:
     assert second["token"] == "e"
 
 
+@pytest.mark.case("LPR-01")
 def test_chat_without_alternatives(client: Client) -> None:
     for fields in ({"logprobs": True}, {"logprobs": True, "top_logprobs": 0}):
         body = client.chat(**fields).json()
@@ -47,6 +49,7 @@ def test_alternatives_are_ranked_and_exclude_a_chosen_token_below_them(client: C
     assert list(old.items()) == [("B", -0.5), ("C", -1.0), ("A", -9.0)]
 
 
+@pytest.mark.case("LPR-03")
 def test_parts_of_a_character_have_their_own_bytes(client: Client) -> None:
     text = "“é😀”"
     client.engine.script = Script(text)

@@ -40,17 +40,19 @@ def test_engine_state_is_read_at_the_scrape(client: Client) -> None:
     assert seen["kv_cache_usage_perc", ""] == 0
 
 
+@pytest.mark.case("MET-03")
 def test_requests_are_counted_by_how_they_ended(client: Client) -> None:
     client.complete(prompt=["ab", "cde"])  # 2 requests, 12 tokens each
     client.complete(max_tokens=4, stream=True)
     client.engine.script = Script(error_at=2, error=EngineError("x"))
     client.complete(stream=True)
+    client.complete()  # fails before it has told anything
     client.engine.script = Script(start_error=QueueFullError("full"))
     client.complete()  # refused: not counted
     client.complete(temperature=9)
     seen = scrape(client)
     ended = {k[1]: v for k, v in seen.items() if k[0] == "request_success_total"}
-    assert ended == {"stop": 2, "length": 1, "error": 1, "abort": 0}
+    assert ended == {"stop": 2, "length": 1, "error": 2, "abort": 0}
     assert seen["prompt_tokens_total", ""] == 5 + 3 + 3
     assert seen["generation_tokens_total", ""] == 24 + 4 + 2
     assert seen["e2e_request_latency_seconds_count", ""] == 3

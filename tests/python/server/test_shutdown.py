@@ -73,6 +73,7 @@ def start() -> Iterator[type[Process]]:
         process.process.communicate()
 
 
+@pytest.mark.case("SHD-01")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_running_requests_finish_and_new_ones_are_refused(
     start: type[Process], number: int
@@ -96,6 +97,7 @@ def test_running_requests_finish_and_new_ones_are_refused(
     server.ends(15)
 
 
+@pytest.mark.case("SHD-01")
 def test_after_the_grace_time_the_rest_gets_an_error(start: type[Process]) -> None:
     server = start(1.0, 0.5)
     stream, plain = server.begin(BODY), server.begin(PLAIN)
@@ -109,6 +111,7 @@ def test_after_the_grace_time_the_rest_gets_an_error(start: type[Process]) -> No
     server.ends(10)
 
 
+@pytest.mark.case("SHD-01")
 def test_a_second_signal_ends_at_once(start: type[Process]) -> None:
     server = start(1.0, 60)
     answer = server.begin(BODY).getresponse()

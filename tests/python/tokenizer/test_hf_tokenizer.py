@@ -165,6 +165,7 @@ def test_special_tokens_map_fills_what_the_config_leaves_out(
     assert (ours.bos_token_id, ours.eos_token_id, ours.pad_token_id) == (0, 1, None)
 
 
+@pytest.mark.case("NUM-18")
 def test_where_templates_are_found(byte_level: Fixture, tmp_path: Path) -> None:
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
     files = save_directory(tmp_path / "hf", byte_level.reference, {"chat_template": named})
@@ -179,6 +180,7 @@ def test_where_templates_are_found(byte_level: Fixture, tmp_path: Path) -> None:
     assert load_tokenizer(files).render_chat(user) == "f"
 
 
+@pytest.mark.case("NUM-18")
 def test_no_template_says_how_to_give_one(byte_level: Fixture, tmp_path: Path) -> None:
     ours = load_tokenizer(save_directory(tmp_path / "hf", byte_level.reference, {}))
     assert ours.chat_template is None

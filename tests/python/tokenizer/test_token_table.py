@@ -47,6 +47,7 @@ def both(byte_level: Fixture, sentence_piece: Fixture) -> list[Tokenizer]:
     return [load_tokenizer(ModelFiles(f.directory)) for f in (byte_level, sentence_piece)]
 
 
+@pytest.mark.case("TOK-03")
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.booleans())
 def test_output_continues_the_prompt(
@@ -64,6 +65,7 @@ def test_output_continues_the_prompt(
         assert whole == before + decode_by_table(tokenizer.token_table(), ids, skip)
 
 
+@pytest.mark.case("TOK-03")
 def test_first_token_keeps_its_space(both: list[Tokenizer]) -> None:
     tokenizer = both[1]
     ids = tokenizer.encode("the dog", add_special_tokens=False)

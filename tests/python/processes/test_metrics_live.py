@@ -1,0 +1,87 @@
+"""``/metrics`` of a server that preempts, shares prefixes and loses clients, under a scraper."""
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from processes.server_process import ServerProcess, metrics, stream
+from tiny_model import block_bytes
+
+_COUNTS = re.compile(r"(vllm_lite:\S+?(?:_total|_count|_sum|_bucket)\{[^}]*\}) (\S+)")
+
+
+@pytest.fixture
+def server(tmp_path: Path, tiny_model: str) -> Iterator[ServerProcess]:
+    """Of a pool in which about three long sequences fit."""
+    options = ("--max-model-len", "256", "--kv-cache-memory", str(40 * block_bytes()))
+    made = ServerProcess(tmp_path, tiny_model, "--threads", "1", *options)
+    yield made.wait_ready()
+    made.close()
+
+
+@pytest.mark.case("MET-01")
+def test_counters_never_fall_whatever_happens_to_requests(server: ServerProcess) -> None:
+    done = threading.Event()
+    faults: list[str] = []
+    scrapes = 0
+
+    def scrape() -> None:
+        nonlocal scrapes
+        last: dict[str, float] = {}
+        with server.client() as client:
+            while not done.is_set():
+                answer = client.get("/metrics")
+                found = {name: float(value) for name, value in _COUNTS.findall(answer.text)}
+                if answer.status_code != 200 or len(found) < 20:
+                    faults.append(answer.text)
+                faults.extend(
+                    f"{name}: {value} after {last[name]}"
+                    for name, value in found.items()
+                    if value < last.get(name, 0)
+                )
+                plain = metrics(client)
+                hits = plain["vllm_lite:prefix_cache_hits_total"]
+                if not 0 <= hits <= plain["vllm_lite:prefix_cache_queries_total"]:
+                    faults.append(f"{hits} hits")
+                last = found
+                scrapes += 1
+                time.sleep(0.05)
+
+    def ask(index: int) -> None:
+        prompt = [5] * 64 + [6 + index]
+        with server.client() as client:
+            if index % 4 == 3:  # a client that goes away
+                with stream(client, prompt=prompt, max_tokens=150, n=2) as events:
+                    next(events)
+                return
+            body = {"prompt": prompt, "max_tokens": 150, "ignore_eos": True}
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            usage = answer.json()["usage"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            assert usage["prompt_tokens"] >= cached >= 0
+
+    scraper = threading.Thread(target=scrape)
+    scraper.start()
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(ask, range(24)))
+    with server.client() as client:
+        server.wait_idle(client)
+        done.set()
+        scraper.join()
+        assert client.get("/health").status_code == 200
+        found = metrics(client)
+        text = client.get("/metrics").text
+    assert faults == []
+    assert scrapes > 3
+    assert found["vllm_lite:num_preemptions_total"] > 0
+    assert found["vllm_lite:prefix_cache_hits_total"] > 0
+    ended = dict(re.findall(r'success_total\{.*finished_reason="(\w+)".*\} (\S+)', text))
+    assert {name: float(value) for name, value in ended.items()} == {
+        "stop": 0, "length": 18, "abort": 6, "error": 0
+    }  # fmt: skip
