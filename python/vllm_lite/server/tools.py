@@ -163,8 +163,8 @@ def _thinks(
     """Whether the prompt ends within reasoning."""
     form = REASONING_FORMATS[reasoning]
     if request.continue_final_message:
-        last = request.messages[-1].content
-        text = last if isinstance(last, str) else ""
+        last = request.messages[-1].content or ""
+        text = last if isinstance(last, str) else "\n".join(part.text or "" for part in last)
     else:
         text = state.engine.tokenizer.decode(token_ids[-_LAST_TOKENS:], skip_special_tokens=False)
     return text.rfind(form.open) > text.rfind(form.close)

@@ -78,6 +78,61 @@ def test_chat_streams_what_it_answers_plainly(client: openai.OpenAI) -> None:
     assert plain.usage.total_tokens == 37 + plain.usage.completion_tokens
 
 
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 12},
+                "unit": {"enum": ["celsius", "fahrenheit"]},
+            },
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.case("TCL-01")
+@pytest.mark.case("TCL-06")
+def test_a_demanded_call_is_made(client: openai.OpenAI) -> None:
+    """By a model that was never taught to, and cut short by the length."""
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "messages": QUESTION,
+        "tools": [WEATHER],
+        "parallel_tool_calls": False,
+    }
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice in ("required", named):
+        for temperature in (0, 1):
+            answer = client.chat.completions.create(
+                **options, tool_choice=choice, temperature=temperature, max_tokens=300, seed=1
+            ).choices[0]
+            assert answer.finish_reason == "tool_calls" and answer.message.content is None
+            (call,) = answer.message.tool_calls or ()
+            assert call.function.name == "get_weather"
+            arguments = json.loads(call.function.arguments)
+            assert set(arguments) == {"city", "unit"} and len(arguments["city"]) <= 12
+            assert arguments["unit"] in ("celsius", "fahrenheit")
+    chunks = list(
+        client.chat.completions.create(
+            **options,
+            tool_choice=named,
+            max_tokens=3,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 3
+    assert chunks[-2].choices[0].finish_reason == "length"
+    calls = [call for chunk in chunks[:-1] for call in chunk.choices[0].delta.tool_calls or ()]
+    assert calls[0].function.name == "get_weather" and calls[0].id
+    assert "".join(call.function.arguments for call in calls).startswith("{")
+
+
 def test_completion_with_n_stop_and_logprobs(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": MODEL, "prompt": "One, two, three, four,", "max_tokens": 12}
     plain = client.completions.create(**options, temperature=0, logprobs=2)
