@@ -52,9 +52,9 @@ def serve_parser() -> Parser:
     add("--backlog", "connections that wait to be accepted", type=int, metavar="N")
     add("--tool-call-parser", "how the model writes calls of tools; auto: as its chat template "
         "says",
-        choices=[AUTO, NONE, *TOOL_FORMATS], metavar="NAME")  # fmt: skip
+        choices=[AUTO, NONE, *TOOL_FORMATS])  # fmt: skip
     add("--reasoning-parser", "how the model marks reasoning, likewise",
-        choices=[AUTO, NONE, *REASONING_FORMATS], metavar="NAME")  # fmt: skip
+        choices=[AUTO, NONE, *REASONING_FORMATS])  # fmt: skip
     add("--http-threads", "threads that parse and tokenise", dest="threads", type=int, metavar="N",
         default=server_default.threads)  # fmt: skip
     add("--access-log", "log every request but those for /health and /metrics")
