@@ -44,7 +44,7 @@ class ReasoningFormat:
 
     open: str
     close: str
-    always: bool = False  # the text begins inside, whether it or the prompt has ``open`` or not
+    always: bool = False  # the text begins inside unless the prompt ends with ``close``
 
     def markers(self) -> tuple[str, ...]:
         return (self.open, self.close)

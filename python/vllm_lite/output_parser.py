@@ -95,9 +95,10 @@ def make_output_parser(
     """A parser for one choice.
 
     ``tools`` and ``reasoning`` name formats of ``output_formats``; None: there is nothing of the
-    kind. ``starts_in_reasoning``: the prompt ends with an open reasoning mark. ``required``: the
-    text is a JSON list of objects with ``name`` and ``parameters``. ``named``: the text is the
-    arguments of a call of this tool. Both come from a grammar and leave no place for reasoning.
+    kind. ``starts_in_reasoning``: the text begins inside, as when the prompt ends with the opening
+    mark. ``required``: the text is a JSON list of objects with ``name`` and ``parameters``.
+    ``named``: the text is the arguments of a call of this tool. Both come from a grammar and leave
+    no place for reasoning.
     ``parallel`` false: calls after the first are dropped.
     """
     tool_format = None if tools is None else TOOL_FORMATS[tools]
@@ -181,7 +182,7 @@ class _Parser:
 
     def _run(self, reasoning: ReasoningFormat | None, inside: bool) -> Steps[None]:
         if reasoning is not None:
-            yield from self._reason(reasoning, inside or reasoning.always)
+            yield from self._reason(reasoning, inside)
         tools = self._tools
         if tools is not None and tools.at_start:
             self._text.held = []

@@ -160,14 +160,16 @@ def plan_output(
 def _thinks(
     state: ServerState, request: ChatRequest, reasoning: str, token_ids: Sequence[int]
 ) -> bool:
-    """Whether the prompt ends within reasoning."""
+    """Whether the output begins within reasoning."""
     form = REASONING_FORMATS[reasoning]
     if request.continue_final_message:
         last = request.messages[-1].content or ""
-        text = last if isinstance(last, str) else "\n".join(part.text or "" for part in last)
-    else:
-        text = state.engine.tokenizer.decode(token_ids[-_LAST_TOKENS:], skip_special_tokens=False)
-    return text.rfind(form.open) > text.rfind(form.close)
+        begun = last if isinstance(last, str) else "\n".join(part.text or "" for part in last)
+        return begun.rfind(form.open) > begun.rfind(form.close)
+    # Marks elsewhere in the prompt are of other turns, or a user's words.
+    tail = state.engine.tokenizer.decode(token_ids[-_LAST_TOKENS:], skip_special_tokens=False)
+    tail = tail.rstrip()
+    return tail.endswith(form.open) or (form.always and not tail.endswith(form.close))
 
 
 def _constrained(params: SamplingParams, schema: dict[str, Any]) -> SamplingParams:

@@ -266,6 +266,11 @@ def test_reasoning_that_the_prompt_begins_needs_no_mark() -> None:
     assert (message["reasoning"], message["content"]) == ("Hm.", "Yes")
     client.engine.tokenizer.opening = "assistant:<think>\n\n</think>\n\n"
     assert client.chat().json()["choices"][0]["message"]["content"] == "Hm.</think>Yes"
+    # What a user writes is no mark.
+    client.engine.tokenizer.opening = "assistant:"
+    asked = [{"role": "user", "content": "What is <think>"}]
+    message = client.chat(messages=asked).json()["choices"][0]["message"]
+    assert message["content"] == "Hm.</think>Yes"
     # A message that is continued within its reasoning.
     last = [
         {"role": "user", "content": "x"},
@@ -292,6 +297,8 @@ def test_an_operator_chooses_or_turns_off_the_parsers() -> None:
     assert client.chat(tools=[F]).json()["choices"][0]["finish_reason"] == "tool_calls"
     client = client_of("a</think>b", None, reasoning_parser="deepseek_r1")
     assert client.chat().json()["choices"][0]["message"]["reasoning"] == "a"
+    client.engine.tokenizer.opening = "assistant:<think></think>"
+    assert client.chat().json()["choices"][0]["message"]["content"] == "a</think>b"
     for name in ("tool_call_parser", "reasoning_parser"):
         with pytest.raises(ValueError, match=f"{name} must be one of auto, none, .*'x'"):
             ServerOptions(**{name: "x"})
