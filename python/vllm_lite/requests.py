@@ -304,6 +304,9 @@ class RequestState:
             ended = self._best()
         output = self._output(ended)
         output.error = error
+        if self._held is not None:
+            self._held.append(output)
+            output = self._held
         return output
 
     def _delta(

@@ -67,6 +67,9 @@ def submit(core: _core.EngineCore, **changes: Any) -> None:
         "beam_width": 0,
         "length_penalty": 1.0,
         "early_stopping": "no",
+        "num_prompt_logprobs": -1,
+        "prompt_logprobs_start": 0,
+        "pooling": "",
     }
     core.submit(**{**request, **changes})
 
@@ -78,8 +81,8 @@ def result(plan: memoryview, tokens: list[int], logprob: float | None = None) ->
     if logprob is not None:
         bits = int(np.float32(logprob).view(np.int32))
         body += [bits, 1, tokens[0], bits]
-    header = [0x564C5231, 8 + len(body), *words[2:4], len(tokens), 1 if logprob else -1, 0, 0]
-    return np.array(header + body, np.int32).tobytes()
+    header = [0x564C5231, 12 + len(body), *words[2:4], len(tokens), 1 if logprob else -1]
+    return np.array([*header, *[0] * 6, *body], np.int32).tobytes()
 
 
 def take(core: _core.EngineCore) -> EngineOutputs:

@@ -7,6 +7,7 @@ attention plan and the layout of a step's inputs are the product's own.
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ from checkpoints import PagedRunner, load, make_model, prompt, reference_logits,
 from engine.planned import with_plans
 from ops.back_ends import use
 from tiny_model import NUM_LAYERS, VOCAB_SIZE
-from vllm_lite import LLM, SamplingParams, StructuredOutputsParams, ops
+from vllm_lite import LLM, PoolingParams, SamplingParams, StructuredOutputsParams, ops
 from vllm_lite.config import EngineConfig
 from vllm_lite.model_config import load_model_config
 from vllm_lite.model_files import ModelFiles
+from vllm_lite.outputs import PoolingRequestOutput
 from vllm_lite.sampling_params import MAX_LOGPROBS
 from vllm_lite.worker import worker as worker_module
 from vllm_lite.worker.cuda import DecodeGraphs, measured_kv_memory, unmeasured_bytes
+from vllm_lite.worker.hidden_states import ROWS
 from vllm_lite.worker.largest_step import largest_plan
 from vllm_lite.worker.step_inputs import upload
 from vllm_lite.worker.step_plan import HEADER_WORDS, StepPlan
@@ -256,7 +259,11 @@ def test_the_largest_step_attends_and_samples_at_the_largest_sizes(tiny_model: s
     for tokens, seq_lens, out in attended:
         assert tokens == num_tokens == sum(seq_lens) and seq_lens == [16] * 5 + [17]
         assert out.isfinite().all() and (out != 0).any(-1).all()
-    (step,) = sampled
+    step, *scored = sampled
+    # All tokens that are not sampled from, in pieces.
+    assert [len(piece["logits"]) for piece in scored] == [ROWS, num_tokens - num_seqs - ROWS]
+    for piece in scored:
+        assert (piece["ranks"] > 0).all() and piece["top_ids"].shape[1] == MAX_LOGPROBS
     assert step["logits"].shape == (num_seqs, VOCAB_SIZE) and step["logits"].std() > 0
     assert step["rows"].tolist() == list(range(num_seqs))
     assert step["positions"].tolist() == [16] * 5 + [17]
@@ -319,3 +326,36 @@ def test_all_of_a_step_goes_to_the_device_in_its_upload(tiny_model: str) -> None
             patch.setattr(worker_module, "upload", upload_and_forget)
             assert run(llm) == expected
     assert sum(count > 0 for count in num_changes) > 1 and len(num_changes) >= 6
+
+
+def test_prompts_scores_and_vectors_are_near_those_of_the_cpu(tiny_model: str) -> None:
+    """The sampler's kernels with one token allowed, in pieces; the same bits however it is cut."""
+    ids = [prompt(length, seed=length, vocab_size=VOCAB_SIZE) for length in (2, 20, 90)]
+    params: list[SamplingParams | PoolingParams] = [
+        SamplingParams(max_tokens=0, prompt_logprobs=2),
+        PoolingParams(),
+        PoolingParams(pooling_type="MEAN"),
+    ]
+
+    def numbers(llm: LLM) -> list[list[float]]:
+        found = []
+        for one in params:
+            for output in llm._run(list(ids), [one] * 3, [0] * 3, use_tqdm=False):
+                if isinstance(output, PoolingRequestOutput):
+                    found.append(output.outputs.data)
+                    continue
+                assert output.prompt_logprobs is not None
+                found.append(output.prompt_logprobs.values())
+        return found
+
+    options: dict[str, Any] = {"num_threads": 1, "max_model_len": 256, "dtype": "bfloat16"}
+    with LLM(tiny_model, **options) as llm:
+        expected = numbers(llm)
+    made = []
+    for chunk in (0, 40):
+        with on_host(), LLM(tiny_model, **options, max_chunk_tokens=chunk) as llm:
+            with_plans(llm)
+            made.append(numbers(llm))
+    assert made[0] == made[1]
+    for ours, cpus in zip(made[0], expected, strict=True):
+        assert ours == pytest.approx(cpus, abs=0.1)

@@ -66,6 +66,7 @@ def test_parts_of_a_character_have_their_own_bytes(client: Client) -> None:
     assert logprobs["text_offset"] == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3]
 
 
+@pytest.mark.case("LPR-10")
 def test_special_and_padded_tokens_have_text_and_bytes(client: Client) -> None:
     client.engine.script = Script(tokens=[72, EOS, 105], top={EOS: -0.5, 299: -1.0})
     content = client.chat(logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
