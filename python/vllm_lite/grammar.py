@@ -27,6 +27,7 @@ MAX_MULTIPLE = 10_000
 # Whether an intersection of regexes is empty takes time that doubles with each of them.
 MAX_INTERSECTED = 10
 MAX_PATTERN_PROPERTIES = 64  # of one object; each is intersected with each other
+MAX_PASSES = 64  # until it is known which of a schema's definitions have outputs that end
 # Between the parts of JSON. Without a bound a model may write white space for ever.
 WHITE_SPACE = r"[ \n\r\t]{1,64}"
 
@@ -149,6 +150,7 @@ def _check_schema(name: str, schema: object) -> None:
     regexes: set[str] = set()
     intersects = False
     multiples: set[int] = set()
+    schemas: dict[int, Mapping[str, object]] = {}
     seen = {id(schema)}
     waiting = [schema]
     while waiting:
@@ -167,6 +169,7 @@ def _check_schema(name: str, schema: object) -> None:
                 if not isinstance(value, Mapping):
                     continue
                 below += value.values()
+                schemas[id(value)] = value
                 reference = value.get("$ref")
                 if isinstance(reference, str):
                     target = _target(schema, reference)
@@ -183,8 +186,8 @@ def _check_schema(name: str, schema: object) -> None:
                     regexes |= by_pattern.keys()
                     if len(by_pattern) > MAX_PATTERN_PROPERTIES:
                         raise ValueError(
-                            f"{name} has {len(by_pattern)} patternProperties in one object: at most "
-                            f"{MAX_PATTERN_PROPERTIES}"
+                            f"{name} has {len(by_pattern)} patternProperties in one object: at "
+                            f"most {MAX_PATTERN_PROPERTIES}"
                         )
                 multiple = value.get("multipleOf")
                 if isinstance(multiple, (int, float)) and multiple not in (True, False):
@@ -195,6 +198,7 @@ def _check_schema(name: str, schema: object) -> None:
             f"{name} has {len(regexes)} patterns and formats beside schemas that are combined "
             f"(allOf, or $ref, anyOf or oneOf with other keywords): at most {MAX_INTERSECTED}"
         )
+    _check_ends(name, schema, list(schemas.values()))
     for multiple in multiples:
         factor *= multiple
     if factor > MAX_MULTIPLE:
@@ -202,6 +206,55 @@ def _check_schema(name: str, schema: object) -> None:
             f"{name} has too large a multipleOf: its digits, or the product of those of several, "
             f"must be at most {MAX_MULTIPLE}"
         )
+
+
+def _check_ends(name: str, root: object, schemas: list[Mapping[str, object]]) -> None:
+    """Every schema must have an output that ends, or an output could begin that cannot go on. Found
+    from those that need no other, in as many passes as it takes.
+    """
+    ends: set[int] = set()
+
+    def has_end(value: object) -> bool:
+        return not isinstance(value, Mapping) or id(value) in ends
+
+    def all_end(schema: Mapping[str, object]) -> bool:
+        """Whether all that it cannot do without ends."""
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and not has_end(_target(root, reference)):
+            return False
+        if not all(map(has_end, _list(schema.get("allOf")))):
+            return False
+        for choice in (_list(schema.get("anyOf")), _list(schema.get("oneOf"))):
+            if choice and not any(map(has_end, choice)):
+                return False
+        properties = schema.get("properties")
+        if isinstance(properties, Mapping):
+            required = (key for key in _list(schema.get("required")) if isinstance(key, str))
+            if not all(has_end(properties.get(key)) for key in required):
+                return False
+        count = schema.get("minItems")
+        items = _list(schema.get("prefixItems"))
+        if not isinstance(count, int):
+            return True
+        return all(map(has_end, items[:count])) and (
+            count <= len(items) or has_end(schema.get("items"))
+        )
+
+    left = schemas[::-1]  # what is referred to comes later
+    for _ in range(MAX_PASSES):
+        num_left = len(left)
+        for schema in left:
+            if all_end(schema):
+                ends.add(id(schema))
+        left = [schema for schema in left if id(schema) not in ends][::-1]
+        if len(left) in (0, num_left):
+            break
+    if left:
+        raise ValueError(f"{name} refers to itself so that an output could not end")
+
+
+def _list(value: object) -> Sequence[object]:
+    return value if isinstance(value, (list, tuple)) else ()
 
 
 def _intersects(schema: Mapping[str, object]) -> bool:
@@ -223,6 +276,8 @@ def _digits(number: float) -> int:
 
 def _target(schema: object, reference: str) -> object:
     """What a reference inside the schema points to; None for any other, which llguidance judges."""
+    if reference == "#":
+        return schema
     if not reference.startswith("#/"):
         return None
     value = schema

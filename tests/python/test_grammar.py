@@ -182,6 +182,23 @@ def test_cycles_and_depth_end_in_finite_time(schema: Any) -> None:
 
 
 @pytest.mark.case("SEC-10")
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {"properties": {"a": {"$ref": "#/$defs/p"}}, "$defs": {"p": {"$ref": "#/$defs/p"}}},
+        {"anyOf": [{"type": "null"}, {"allOf": [{"$ref": "#/anyOf/1"}]}]},
+        {"prefixItems": [{"type": "null"}, {"$ref": "#"}], "minItems": 2},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    ],
+    ids=range(5),
+)
+def test_a_schema_into_which_an_output_could_run_without_an_end_is_refused(schema: Any) -> None:
+    with pytest.raises(ValueError, match="could not end"):
+        StructuredOutputsParams(json=schema)
+
+
+@pytest.mark.case("SEC-10")
 def test_legal_recursion_works() -> None:
     tree = {
         "$defs": {
@@ -198,6 +215,8 @@ def test_legal_recursion_works() -> None:
     leaf = {"value": 1, "children": []}
     assert accepts(json.dumps({"value": 2, "children": [leaf, leaf]}), json=tree)
     assert not accepts(json.dumps({"value": 2, "children": [1]}), json=tree)
+    link = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}
+    assert accepts('{"next": {"next": null}}', json=link | {"required": ["next"]})
 
 
 def test_params_take_nothing_else() -> None:

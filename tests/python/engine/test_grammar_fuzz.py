@@ -104,11 +104,12 @@ def random_regex(source: random.Random, depth: int = 0) -> str:
         return inner + random_regex(source, depth + 1)
     if kind < 7:
         return f"(?:{inner}|{random_regex(source, depth + 1)})"
-    group = f"(?:{inner})" if source.random() < 0.9 else inner
+    # Python takes a second quantifier for something else.
+    group = inner if inner in atoms else f"(?:{inner})"
     counts = ["?", "{2}", "{1,3}", "{0,2}", "*", "+"]
     if source.random() < 0.1:
         # Which most engines refuse.
-        return source.choice(["(?=a)", "*", "(", "[", r"\b", "(?<!x)"]) + group
+        return source.choice(["(?=a)", "(", "[", r"\b", "(?<!x)"]) + group
     return group + source.choice(counts)
 
 
