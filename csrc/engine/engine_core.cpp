@@ -479,7 +479,7 @@ void EngineCore::advance_search(const Stream& beam, const StepResultView& result
   const auto num_listed = static_cast<size_t>(beam.sampling_params.row.num_logprobs);
   continuations_.clear();
   for (int32_t i = row - group.num_in_use + 1; i <= row; ++i) {
-    if (result.token_ids()[static_cast<size_t>(i)] == kNoToken) {
+    if (result.token_ids()[static_cast<size_t>(i)] < 0) {
       end_with_error(*request.streams.front(), kNoLogits);
       return;
     }
