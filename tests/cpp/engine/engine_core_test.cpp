@@ -1,4 +1,6 @@
 // Many requests at once: samples, queue, aborts, failures, clients.
+#include <cmath>
+
 #include "engine_fixture.h"
 
 namespace vllm_lite::testing {
