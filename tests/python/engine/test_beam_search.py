@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -341,23 +341,25 @@ def front_end_beam_search(
 
 @pytest.mark.slow
 def test_is_five_times_as_fast_as_requests_from_the_front_end(fixture: tuple[Any, str]) -> None:
-    width, max_tokens = 4, 60
-    ids = prompt(64, seed=1, vocab_size=VOCAB_SIZE)
-    options = {**OPTIONS, "kv_cache_memory": 64 << 20}
+    """In processor time, all of it this process's: other programs change that little."""
+    width, max_tokens = 8, 60
+    ids = prompt(300, seed=1, vocab_size=VOCAB_SIZE)
+    options = {**OPTIONS, "kv_cache_memory": 64 << 20, "max_model_len": 512, "num_threads": 1}
     with LLM(fixture[1], max_num_seqs=24, enable_prefix_caching=True, **options) as llm:
         params = BeamSearchParams(beam_width=width, max_tokens=max_tokens, ignore_eos=True)
         expected = front_end_beam_search(llm, ids, width, max_tokens)
         assert llm.beam_search([ids], params)[0].sequences[0].tokens == expected[0][0]
-        engine = min(timed(lambda: llm.beam_search([ids], params)) for _ in range(5))
+        engine = min(cpu_seconds(lambda: llm.beam_search([ids], params)) for _ in range(5))
         front_end = min(
-            timed(lambda: front_end_beam_search(llm, ids, width, max_tokens)) for _ in range(5)
+            cpu_seconds(lambda: front_end_beam_search(llm, ids, width, max_tokens))
+            for _ in range(3)
         )
     print(f"engine {engine * 1e3:.1f} ms, front end {front_end * 1e3:.1f} ms: "
           f"{front_end / engine:.1f} times")  # fmt: skip
     assert front_end > 5 * engine
 
 
-def timed(call: Any) -> float:
-    start = time.perf_counter()
+def cpu_seconds(call: Callable[[], object]) -> float:
+    start = time.process_time()
     call()
-    return time.perf_counter() - start
+    return time.process_time() - start
