@@ -82,6 +82,7 @@ def test_counters_never_fall_whatever_happens_to_requests(server: ServerProcess)
     assert found["vllm_lite:num_preemptions_total"] > 0
     assert found["vllm_lite:prefix_cache_hits_total"] > 0
     ended = dict(re.findall(r'success_total\{.*finished_reason="(\w+)".*\} (\S+)', text))
-    assert {name: float(value) for name, value in ended.items()} == {
-        "stop": 0, "length": 18, "abort": 6, "error": 0
-    }  # fmt: skip
+    counts = {name: float(value) for name, value in ended.items()}
+    assert (counts["stop"], counts["error"]) == (0, 0)
+    # A client that is slow to leave may be given the whole answer.
+    assert counts["length"] + counts["abort"] == 24 and 1 <= counts["abort"] <= 6
