@@ -141,7 +141,7 @@ def test_tools(client: openai.OpenAI, choice: Any) -> None:
     assert calls is not None and len(calls) == 1
     assert calls[0].function.name == "report"
     assert isinstance(calls[0].function.parsed_arguments, Reading)
-    assert parsed.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop")
+    assert parsed.choices[0].finish_reason == "tool_calls"
 
     with client.chat.completions.stream(**asked) as stream:
         deltas = [
