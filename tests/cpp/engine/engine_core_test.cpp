@@ -467,6 +467,7 @@ TEST_F(EngineCoreTest, NumbersThatAreNotFiniteEndTheirRequestAlone) {
   RequestInput other = endless(4, 2, 3);
   for (const RequestInput& input : {scored, pooled, other}) core().submit(input);
   ASSERT_TRUE(engine().begin_step());
+  engine().worker.execute(engine().plans.front());
   std::vector<Logprobs> logprobs(3, {.logprob = -1, .rank = 1, .top_ids = {}, .top_logprobs = {}});
   logprobs[1].rank = 0;
   core().finish_step(make_result(1, {{.token = 3, .logprobs = {}}, {.token = 4, .logprobs = {}}},
