@@ -58,7 +58,7 @@ def test_each_field_says_what_the_output_must_be(
         ({"guided_grammar": 'foo: "a"'}, "guided_grammar", "guided_grammar"),
         ({"guided_json": {"type": "nope"}}, "guided_json", "nope"),
         ({"guided_json": "{"}, "guided_json", "not JSON"),
-        ({"guided_json": {"$ref": "#"}}, "guided_json", "no text"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json", "could not end"),
         ({"guided_choice": []}, "guided_choice", "list of 1"),
         ({"guided_choice": ["a", ""]}, "guided_choice", "guided_choice[1]"),
         ({"guided_choice": "a"}, "guided_choice", "guided_choice"),
