@@ -69,6 +69,30 @@ int32_t* append_constraint(int32_t* out, const Sequence& sequence) {
                 static_cast<size_t>(head.num_output));
 }
 
+// The sections of scored tokens and of pooled sequences. Returns the most top logprobs that a scored
+// one asks for.
+int32_t append_wishes(const Step& step, int32_t* scored, int32_t* pooled) {
+  int32_t max_logprobs = 0, token = 0, index = 0;
+  for (const ScheduledSequence& part : step.sequences) {
+    const Sequence& s = *part.sequence;
+    for (int32_t i = 0; i < part.num_scored; ++i) {
+      const int32_t position = part.first_scored + i;
+      *scored++ = token + position - part.first_token;
+      *scored++ = s.tokens[static_cast<size_t>(position) + 1];
+      *scored++ = s.num_prompt_logprobs;
+      max_logprobs = std::max(max_logprobs, s.num_prompt_logprobs);
+    }
+    if (s.pooling == Pooling::kMean || (s.pooling == Pooling::kLast && part.ends_prompt())) {
+      *pooled++ = index;
+      *pooled++ = static_cast<int32_t>(s.pooling);
+      *pooled++ = part.ends_prompt();
+    }
+    token += part.num_tokens;
+    ++index;
+  }
+  return max_logprobs;
+}
+
 // The first table entry that the worker does not know and may need.
 size_t first_unsent(const ScheduledSequence& part) {
   const Sequence& s = *part.sequence;
@@ -152,8 +176,6 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   int32_t* new_row = words + new_rows_at;
   int32_t* lists = words + lists_at;
   int32_t* constraints = words + constraints_at;
-  int32_t* scored = words + scored_at;
-  int32_t* pooled = words + pooled_at;
   int32_t token = 0;  // of the step
   int32_t index = 0;
   const int32_t offset_mask = (1 << block_shift_) - 1;
@@ -180,18 +202,6 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
         *tokens++ = -1 - s.row;
         ++header.num_placeholders;
       }
-    }
-    for (int32_t i = 0; i < part.num_scored; ++i) {
-      const int32_t position = part.first_scored + i;
-      *scored++ = token + position - part.first_token;
-      *scored++ = own_tokens[position + 1];
-      *scored++ = s.num_prompt_logprobs;
-      header.max_prompt_logprobs = std::max(header.max_prompt_logprobs, s.num_prompt_logprobs);
-    }
-    if (s.pooling == Pooling::kMean || (s.pooling == Pooling::kLast && part.ends_prompt())) {
-      *pooled++ = index - 1;
-      *pooled++ = static_cast<int32_t>(s.pooling);
-      *pooled++ = part.ends_prompt();
     }
     token += part.num_tokens;
     header.max_query_len = std::max(header.max_query_len, part.num_tokens);
@@ -223,6 +233,9 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
     *copy++ = c.destination;
   }
   append(words + freed_at, step.freed_rows.data(), step.freed_rows.size());
+  if (step.num_scored + step.num_pooled > 0) {
+    header.max_prompt_logprobs = append_wishes(step, words + scored_at, words + pooled_at);
+  }
   std::memcpy(words, &header, sizeof(header));
   return words_;
 }
