@@ -69,8 +69,8 @@ int32_t* append_constraint(int32_t* out, const Sequence& sequence) {
                 static_cast<size_t>(head.num_output));
 }
 
-// The sections of scored tokens and of pooled sequences. Returns the most top logprobs that a scored
-// one asks for.
+// The sections of scored tokens and of pooled sequences. Returns the most top logprobs that a
+// scored one asks for.
 int32_t append_wishes(const Step& step, int32_t* scored, int32_t* pooled) {
   int32_t max_logprobs = 0, token = 0, index = 0;
   for (const ScheduledSequence& part : step.sequences) {
