@@ -172,7 +172,7 @@ class TokenMasks:
                 if tokens[logit] >= 0:
                     self._rows[row].take(tokens[logit])
         for row in gone:
-            del self._rows[row]
+            self._rows.pop(row, None)  # not there if the step that brought it failed
         for one in new:
             constraint = decode_constraint(one.constraint)
             matcher = self._matcher(constraint.grammar) if constraint.grammar else None
