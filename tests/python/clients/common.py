@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 MODEL = "smollm2"
 KEY = "secret"
@@ -15,6 +15,8 @@ class Reading(BaseModel):
 
     So narrow that a grammar leads any model to a whole one within few tokens.
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     city: Literal["Paris", "Berlin"]
     degrees: int = Field(ge=-40, le=50)
