@@ -2,7 +2,7 @@
 read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,10 @@ from vllm_lite.server.state import ServerState
 _LAST_TOKENS = 32
 # Values, not schemas: what looks like a reference there is none.
 _DATA_KEYS = frozenset({"const", "default", "enum", "examples"})
+# What says that an object may have, or must have, other properties than those it declares.
+_OPENING = frozenset(
+    {"additionalProperties", "minProperties", "patternProperties", "unevaluatedProperties"}
+)
 _NAMED_SCHEMAS = frozenset({"$defs", "definitions", "properties", "patternProperties"})
 
 
@@ -188,10 +192,42 @@ def _constrained(params: SamplingParams, schema: dict[str, Any]) -> SamplingPara
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are an object in every case."""
+    """The schema of a tool's arguments, which are an object in every case.
+
+    Objects are closed, as vLLM's are by default: a function has no use for arguments that it does
+    not declare, and models may write more and more of them. Some clients leave
+    ``additionalProperties`` out of what they send to vLLM for that reason.
+    """
     if tool.function.parameters is None:
         return {"type": "object", "additionalProperties": False}
-    return {"type": "object", **tool.function.parameters}
+    schema = {"type": "object", **tool.function.parameters}
+    combined = False
+
+    def close(part: dict[str, Any]) -> dict[str, Any]:
+        nonlocal combined
+        combined |= _is_combined(part)
+        return _closed(part)
+
+    closed: dict[str, Any] = _rewritten(schema, close)
+    return schema if combined else closed
+
+
+def _is_combined(schema: dict[str, Any]) -> bool:
+    """Whether closing a part may take away what another part asks for."""
+    if not schema.keys().isdisjoint(("allOf", "dependentSchemas", "if", "not")):
+        return True
+    return not schema.keys().isdisjoint(("properties", "required")) and not (
+        schema.keys().isdisjoint(("$ref", "anyOf", "oneOf"))
+    )
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    declared, required = schema.get("properties"), schema.get("required", [])
+    if _OPENING & schema.keys() or not (isinstance(declared, dict) and isinstance(required, list)):
+        return schema
+    if not all(isinstance(name, str) and name in declared for name in required):
+        return schema
+    return schema | {"additionalProperties": False}
 
 
 def _calls_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
@@ -218,22 +254,33 @@ def _calls_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
     return schema | {"$defs": definitions}
 
 
-def _moved(schema: Any, root: str, *, named: bool = False) -> Any:
-    """A schema whose references to its own root lead to ``root``.
+def _moved(schema: dict[str, Any], root: str) -> Any:
+    """A schema whose references to its own root lead to ``root``."""
 
-    ``named``: its keys are names of schemas, not keywords.
+    def move(part: dict[str, Any]) -> dict[str, Any]:
+        to = part.get("$ref")
+        if isinstance(to, str) and to.startswith("#"):
+            return part | {"$ref": root + to[1:]}
+        return part
+
+    return _rewritten(schema, move)
+
+
+def _rewritten(
+    schema: Any, rewrite: Callable[[dict[str, Any]], dict[str, Any]], *, named: bool = False
+) -> Any:
+    """A copy with each schema in it rewritten, inner ones first.
+
+    ``named``: the keys are names of schemas, not keywords.
     """
     if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
+        return [_rewritten(item, rewrite) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    out = {}
-    for key, value in schema.items():
-        if named:
-            value = _moved(value, root)
-        elif key == "$ref" and isinstance(value, str):
-            value = root + value[1:] if value.startswith("#") else value
-        elif key not in _DATA_KEYS:
-            value = _moved(value, root, named=key in _NAMED_SCHEMAS)
-        out[key] = value
-    return out
+    out = {
+        key: value
+        if key in _DATA_KEYS and not named
+        else _rewritten(value, rewrite, named=key in _NAMED_SCHEMAS and not named)
+        for key, value in schema.items()
+    }
+    return out if named else rewrite(out)

@@ -212,6 +212,36 @@ def test_references_of_a_schema_hold_where_it_is_part_of_another() -> None:
     assert not accepts(grammar, good.replace(leaf, '{"v":1}'))
 
 
+def test_a_demanded_call_has_only_the_arguments_that_its_function_declares() -> None:
+    """Models without end wrote more; a client for vLLM takes additionalProperties out."""
+
+    def grammar_of(parameters: dict[str, Any], **choice: Any) -> str:
+        client = client_of("[]")
+        tool = {"type": "function", "function": {"name": "t", "parameters": parameters}}
+        assert client.chat(tools=[tool], **choice).status_code == 200
+        return str(client.engine.calls[0].params.structured_outputs.compiled)
+
+    point = {"properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    schema = {"$defs": {"p": point}, "properties": {"at": {"anyOf": [{"$ref": "#/$defs/p"}]}}}
+    named = grammar_of(schema, tool_choice={"type": "function", "function": {"name": "t"}})
+    assert accepts(named, '{"at":{"x":1}}')
+    assert not accepts(named, '{"at":{"x":1},"b":2}')
+    assert not accepts(named, '{"at":{"x":1,"y":2}}')
+    required = grammar_of(schema, tool_choice="required")
+    call = '[{"name":"t","parameters":{"at":{"x":1}}}]'
+    assert accepts(required, call)
+    assert not accepts(required, call.replace("1}", '1,"y":2}'))
+    for is_open in (
+        point | {"additionalProperties": True},
+        point | {"required": ["x", "b"]},
+        point | {"minProperties": 2},
+        {"allOf": [point, {"properties": {"b": {"const": 2}}}]},
+    ):
+        assert accepts(
+            grammar_of(is_open, tool_choice="required"), '[{"name":"t","parameters":{"x":1,"b":2}}]'
+        )
+
+
 def test_without_parallel_calls_there_is_one() -> None:
     client = client_of(f"{CALL_F}\n{CALL_G}")
     for stream in (False, True):
