@@ -13,17 +13,21 @@ BUILD := build/dev
 # What clang-format looks after.
 CXX_SOURCES := '*.h' '*.cpp' '*.cu' '*.cuh'
 STAMPS := $(VENV)/.stamps
+# Other clients of the server: an environment over $(VENV), which stays as it is, and a Node package.
+CLIENTS := $(VENV)-clients
+NODE_CLIENTS := tests/python/clients/node
 # What the installed extension is built from.
 NATIVE := $(shell find csrc cmake CMakeLists.txt pyproject.toml -type f)
 
 # What a wheel for GPUs is compiled for. A GPU newer than all of them translates the last one's PTX.
 CUDA_ARCHITECTURES := 80-real;86-real;89-real;90a-real;100-real;120
 
-.PHONY: help serve install test lint format bench-cpp wheel clean system-tools
+.PHONY: help serve install test test-clients lint format bench-cpp wheel clean system-tools
 
 help:
 	@echo "make serve      start the server (PORT=$(PORT) MODEL=$(MODEL) ARGS='$(ARGS)')"
 	@echo "make test       C++ and Python tests, lint"
+	@echo "make test-clients   openai (Python, Node), anthropic, litellm, langchain, instructor, lm-eval against the server"
 	@echo "make lint       clang-format, ruff, mypy"
 	@echo "make format     rewrite the sources in the project's format"
 	@echo "make bench-cpp  C++ micro-benchmarks -> build/bench/*.json"
@@ -39,6 +43,9 @@ test: $(STAMPS)/installed $(STAMPS)/demo $(STAMPS)/dev lint $(BUILD)/.built
 	$(VENV)/bin/ctest --test-dir $(BUILD) --output-on-failure -j2
 	$(PY) bench/cpp/check_instructions.py $(BUILD)
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-clients: $(STAMPS)/installed $(STAMPS)/demo $(CLIENTS)/.installed
+	$(CLIENTS)/bin/python -m pytest -m slow $(PYTEST_ARGS) tests/python/clients
 
 lint: $(STAMPS)/dev
 	@echo "== clang-format, ruff, mypy"
@@ -85,6 +92,16 @@ $(STAMPS)/demo: requirements/demo.txt $(STAMPS)/packages
 $(STAMPS)/dev: requirements/dev.txt $(STAMPS)/packages
 	@echo "== installing test and lint packages"
 	@$(PIP) install -q -r requirements/dev.txt
+	@touch $@
+
+$(CLIENTS)/.installed: requirements/clients.txt $(NODE_CLIENTS)/package-lock.json $(STAMPS)/dev
+	@echo "== installing the clients"
+	@$(PYTHON) -m venv $(CLIENTS)
+	@base=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  echo "import site; site.addsitedir('$$base')" > $$(echo $(CLIENTS)/lib/python3*/site-packages)/base.pth
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r requirements/clients.txt
+	@if command -v npm >/dev/null; then npm --prefix $(NODE_CLIENTS) ci --no-audit --no-fund; \
+	  else echo "npm is missing: the tests of the Node client are skipped"; fi
 	@touch $@
 
 $(STAMPS)/installed: $(STAMPS)/packages $(NATIVE)

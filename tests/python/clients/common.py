@@ -1,7 +1,9 @@
 """What all clients are asked."""
 
+from importlib.util import find_spec
 from typing import Any, Literal
 
+import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 MODEL = "smollm2"
@@ -32,6 +34,14 @@ TOOL: Any = {
     },
 }
 WEATHER: list[Any] = [{"role": "user", "content": "It is 21 degrees in Paris, no rain. Report it."}]
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skips where it is not installed; it is imported by the tests that run, as that takes long."""
+    missing = find_spec(package) is None
+    return pytest.mark.skipif(
+        missing, reason=f"{package} is not installed; run `make test-clients`"
+    )
 
 
 def cosine(a: list[float], b: list[float]) -> float:

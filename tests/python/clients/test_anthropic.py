@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from clients.common import KEY, MODEL, QUESTION, TOOL, WEATHER, Reading
+from clients.common import KEY, MODEL, QUESTION, TOOL, WEATHER, Reading, needs
 from processes.server_process import ServerProcess
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs("anthropic")]
 
 FUNCTION = TOOL["function"]
 TOOLS: Any = [
@@ -22,7 +22,9 @@ TOOLS: Any = [
 
 @pytest.fixture(scope="module")
 def anthropic() -> Any:
-    return pytest.importorskip("anthropic")
+    import anthropic
+
+    return anthropic
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from typing import Any
 import openai
 import pytest
 
-from clients.common import KEY, MODEL, WEATHER, Reading
+from clients.common import KEY, MODEL, WEATHER, Reading, needs
 from processes.server_process import ServerProcess
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs("instructor")]
 
 ASKED: Any = {
     "model": MODEL,
@@ -24,7 +24,8 @@ ASKED: Any = {
 @pytest.fixture(params=["JSON_SCHEMA", "TOOLS", "TOOLS_STRICT"])
 def patched(request: pytest.FixtureRequest, server: ServerProcess) -> Callable[[Any], Any]:
     """Wraps a client class of openai."""
-    instructor = pytest.importorskip("instructor")
+    import instructor
+
     mode = instructor.Mode[request.param]
 
     def wrap(kind: Any) -> Any:

@@ -1,23 +1,25 @@
 """LangChain's package for OpenAI."""
 
 import asyncio
-import importlib.util
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from clients.common import KEY, MODEL, QUESTION, TOOL, WEATHER, Reading, cosine
+from clients.common import KEY, MODEL, QUESTION, TOOL, WEATHER, Reading, cosine, needs
 from processes.server_process import ServerProcess
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs("langchain_openai")]
 
 
 @pytest.fixture(scope="module")
 def langchain() -> Any:
-    return pytest.importorskip("langchain_openai")
+    import langchain_openai
+
+    return langchain_openai
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +112,7 @@ def test_embeddings_of_token_ids(
     langchain: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless told otherwise it sends ids of OpenAI's vocabulary."""
-    pytest.importorskip("litellm")  # has a copy of that vocabulary, which else is fetched
-    spec = importlib.util.find_spec("litellm")
+    spec = find_spec("litellm")  # has a copy of that vocabulary, which else is fetched
     assert spec is not None and spec.origin is not None
     tokenizers = Path(spec.origin).parent / "litellm_core_utils" / "tokenizers"
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tokenizers))

@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 
-from clients.common import KEY, MODEL, QUESTION, TOOL, WEATHER, Reading, cosine
+from clients.common import KEY, MODEL, QUESTION, TOOL, WEATHER, Reading, cosine, needs
 from processes.server_process import ServerProcess
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs("litellm")]
 
 
 @pytest.fixture(scope="module")
 def litellm() -> Any:
-    return pytest.importorskip("litellm")
+    import litellm
+
+    return litellm
 
 
 @pytest.fixture(params=["openai", "hosted_vllm"])

@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 
-from clients.common import KEY, MODEL
+from clients.common import KEY, MODEL, needs
 from processes.server_process import ServerProcess
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs("lm_eval")]
 
 TASKS = Path(__file__).parent / "tasks"
 
@@ -20,7 +20,7 @@ def evaluate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """``simple_evaluate`` with these tasks."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     monkeypatch.chdir(TASKS)  # where the tasks name their data
-    lm_eval = pytest.importorskip("lm_eval")
+    import lm_eval
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(TASKS), include_defaults=False)
@@ -106,6 +106,26 @@ def test_local_completions_scores_choices(
         best = max(range(len(expected)), key=lambda index: expected[index][0])
         right += best == sample["doc"]["answer"]
     assert found["results"]["colours"]["acc,none"] == right / 5
+
+
+def test_local_completions_knows_greedy_continuations(
+    evaluate: Any, tiny_server: ServerProcess, tiny_model: str, reference: Reference
+) -> None:
+    from lm_eval.api.registry import get_model
+
+    context = reference.encode("The quick brown fox")
+    greedy: list[int] = []
+    for _ in range(4):
+        with torch.inference_mode():
+            logits = reference.model(torch.tensor([context + greedy])).logits[0, -1]
+        greedy.append(int(logits.argmax()))
+    other = [*greedy[:-1], greedy[-1] ^ 1]
+    model = get_model("local-completions")(**completions(tiny_server, tiny_model, batch_size=2))
+    pairs = [(("", str(ids)), context, ids) for ids in (greedy, other)]
+    found = model._loglikelihood_tokens(pairs)
+    for (score, is_greedy), ids in zip(found, (greedy, other), strict=True):
+        assert (pytest.approx(score, abs=1e-3), is_greedy) == reference.score(context, ids)
+    assert [is_greedy for _, is_greedy in found] == [True, False]
 
 
 def test_local_completions_scores_whole_texts(

@@ -9,21 +9,24 @@ import pytest
 from clients.common import KEY, MODEL
 from processes.server_process import ServerProcess
 
-pytestmark = pytest.mark.slow
-
 DIRECTORY = Path(__file__).parent / "node"
+NODE = shutil.which("node") or ""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not NODE, reason="node is not installed"),
+    pytest.mark.skipif(
+        not (DIRECTORY / "node_modules" / "openai").is_dir(),
+        reason="OpenAI's Node client is not installed; run `make test-clients`",
+    ),
+]
 
 
 @pytest.mark.parametrize(
     "check", ["chat", "tools", "schema", "responses", "embeddings", "errors", "abort"]
 )
 def test_openai_node(server: ServerProcess, check: str) -> None:
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("node is not installed")
-    if not (DIRECTORY / "node_modules" / "openai").is_dir():
-        pytest.skip("OpenAI's Node client is not installed; run `make test-clients`")
-    command = [node, str(DIRECTORY / "openai.mjs"), check, f"{server.url}/v1", KEY, MODEL]
+    command = [NODE, str(DIRECTORY / "openai.mjs"), check, f"{server.url}/v1", KEY, MODEL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
     if check == "abort":
