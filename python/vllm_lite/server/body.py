@@ -1,7 +1,7 @@
 """Reading a request's body within bounds."""
 
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -29,7 +29,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise _in_words_of_sampling_params(refused, decoder.type, body) from error
 
 
-def _in_words_of_sampling_params(refused: ApiError, request: type, body: bytes) -> ApiError:
+def _in_words_of_sampling_params(refused: ApiError, request: object, body: bytes) -> ApiError:
     param = refused.info.param or ""
     field = re.split(r"[.\[]", param, maxsplit=1)[0]
     if field not in SamplingParams.__struct_fields__ or field in _NOT_SAMPLING:
@@ -39,8 +39,9 @@ def _in_words_of_sampling_params(refused: ApiError, request: type, body: bytes) 
     value = value_at(body, field)
     if value is NOWHERE:
         return refused
+    fields: dict[str, Any] = {"max_tokens": None, field: value}
     try:
-        SamplingParams(**{"max_tokens": None, field: value})
+        SamplingParams(**fields)
     except ValueError as error:
         return bad_request(str(error), param)
     return refused

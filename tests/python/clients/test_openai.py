@@ -128,9 +128,7 @@ def test_parse_gives_objects(client: openai.OpenAI) -> None:
         assert (free.choices[0].message.content or "").lstrip().startswith("{")
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "report"}}]
-)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "report"}}])
 def test_tools(client: openai.OpenAI, choice: Any) -> None:
     asked: Any = GREEDY | {
         "messages": WEATHER,
