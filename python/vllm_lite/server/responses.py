@@ -11,7 +11,8 @@ from vllm_lite.outputs import CompletionOutput
 from vllm_lite.sampling_params import SamplingParams
 from vllm_lite.server.blocks import Block, BlockReader, Change, Closed, Grown, Kind, Opened
 from vllm_lite.server.body import check_nesting, decode
-from vllm_lite.server.chat import make_chat_job, text_of
+from vllm_lite.server.chat import make_chat_job
+from vllm_lite.server.conversation import text_of
 from vllm_lite.server.errors import ApiError, bad_request, show
 from vllm_lite.server.generation import Job, Renderer
 from vllm_lite.server.protocol import (
@@ -52,6 +53,7 @@ from vllm_lite.server.responses_protocol import (
 )
 from vllm_lite.server.sampling import refuse_fields, shared_fields
 from vllm_lite.server.state import ServerState
+from vllm_lite.server.tools import count_reasoning
 
 # The names that the chat path gives to fields of this request.
 _NAMES = {
@@ -223,7 +225,7 @@ class ResponsesRenderer(Renderer):
     def __init__(
         self, state: ServerState, job: Job, request: ResponsesRequest, parser: OutputParser
     ) -> None:
-        self._tokenizer = state.engine.tokenizer
+        self._state = state
         self._job = job
         self._request = request
         self._reader = BlockReader(parser)
@@ -350,8 +352,6 @@ class ResponsesRenderer(Renderer):
         )
 
     def _usage(self, usage: Usage) -> ResponsesUsage:
-        # The engine does not know which tokens were reasoning, so that its text is counted.
-        thought = self._tokenizer.encode(self._reader.reasoning(), add_special_tokens=False)
         return ResponsesUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputDetails(
@@ -359,7 +359,7 @@ class ResponsesRenderer(Renderer):
             ),
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputDetails(
-                reasoning_tokens=min(len(thought), usage.completion_tokens)
+                reasoning_tokens=count_reasoning(self._state, self._reader.reasoning(), usage)
             ),
             total_tokens=usage.total_tokens,
         )
