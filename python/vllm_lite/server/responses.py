@@ -16,6 +16,8 @@ from vllm_lite.server.conversation import text_of
 from vllm_lite.server.errors import ApiError, bad_request, show
 from vllm_lite.server.generation import Job, Renderer
 from vllm_lite.server.protocol import (
+    AllowedTool,
+    AllowedTools,
     ChatRequest,
     FunctionCall,
     JsonSchema,
@@ -42,6 +44,7 @@ from vllm_lite.server.responses_protocol import (
     ReasoningItem,
     ReasoningShown,
     ReasoningText,
+    ResponsesAllowedTool,
     ResponsesEvent,
     ResponsesRequest,
     ResponsesResponse,
@@ -193,14 +196,34 @@ def _tool(tool: ResponsesTool) -> Tool:
 def _tool_choice(choice: ToolMode | ResponsesToolChoice | None) -> ToolMode | ToolChoice | None:
     if not isinstance(choice, ResponsesToolChoice):
         return choice
-    if choice.type != "function" or choice.name is None:
+    if choice.type == "function" and choice.name is not None:
+        return ToolChoice(type="function", function=NamedFunction(name=choice.name))
+    if choice.type == "allowed_tools" and choice.mode is not None and choice.tools is not None:
+        return ToolChoice(
+            type="allowed_tools",
+            allowed_tools=AllowedTools(
+                mode=choice.mode,
+                tools=[_allowed(tool, index) for index, tool in enumerate(choice.tools)],
+            ),
+        )
+    raise bad_request(
+        f"tool_choice: {show(msgspec.to_builtins(choice))} is not supported; use 'none', 'auto',"
+        ' \'required\', {"type": "function", "name": NAME} or {"type": "allowed_tools", "mode":'
+        ' "auto" or "required", "tools": [{"type": "function", "name": NAME}]}',
+        "tool_choice",
+        "unsupported_parameter",
+    )
+
+
+def _allowed(tool: ResponsesAllowedTool, index: int) -> AllowedTool:
+    if tool.type != "function" or tool.name is None:
         raise bad_request(
-            f"tool_choice: type {show(choice.type)} and name {show(choice.name)} are not supported;"
-            " use 'none', 'auto', 'required' or {\"type\": \"function\", \"name\": NAME}",
-            "tool_choice",
+            f"tool_choice.tools[{index}]: {show(msgspec.to_builtins(tool))} is not supported; use"
+            ' {"type": "function", "name": NAME}',
+            f"tool_choice.tools[{index}]",
             "unsupported_parameter",
         )
-    return ToolChoice(type="function", function=NamedFunction(name=choice.name))
+    return AllowedTool(type="function", function=NamedFunction(name=tool.name))
 
 
 def _response_format(request: ResponsesRequest) -> ResponseFormat | None:

@@ -493,6 +493,21 @@ def test_the_other_endpoints_read_calls_and_reasoning_too() -> None:
     assert body["stop_reason"] == "tool_use"
 
 
+def test_responses_can_allow_some_tools_alone() -> None:
+    client = client_of(CALL_G)
+    allowed = {"type": "allowed_tools", "tools": [{"type": "function", "name": "g"}]}
+    tools = [{"type": "function", **tool["function"]} for tool in (F, G)]
+    for mode in ("auto", "required"):
+        choice = allowed | {"mode": mode}
+        body = client.respond(tools=tools, tool_choice=choice).json()
+        assert body["tool_choice"] == choice
+        assert client.engine.tokenizer.chats[-1]["tools"] == [G]
+        structured = client.engine.calls[-1].params.structured_outputs
+        assert (structured is not None) == (mode == "required")
+    assert accepts(structured.compiled, '[{"name": "g", "parameters": {}}]')
+    assert not accepts(structured.compiled, '[{"name": "f", "parameters": {"a": 1}}]')
+
+
 def test_their_streams_tell_calls_and_reasoning_too() -> None:
     client = client_of(f"<think>Hm</think>{CALL_F}{CALL_F}", THINKING)
     tool = {"name": "f", "parameters": {"type": "object"}}
