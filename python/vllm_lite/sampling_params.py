@@ -14,6 +14,8 @@ from vllm_lite.grammar import choice_grammar, json_grammar, regex_grammar, rules
 
 MAX_SAMPLES = 128  # n
 MAX_LOGPROBS = 20
+MAX_TEMPERATURE = 2.0
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
@@ -21,6 +23,7 @@ MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_LENGTH_PENALTY = 10.0
@@ -145,12 +148,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         self.n = _integer("n", self.n, 1, MAX_SAMPLES)
-        self.temperature = _number("temperature", self.temperature, 0.0)
+        self.temperature = _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         self.top_p = _number("top_p", self.top_p, 0.0, 1.0, above_minimum=True)
         self.top_k = max(0, _integer("top_k", self.top_k, -1, _INT32_MAX, hint="-1 or 0: all"))
         self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            self.seed = _integer("seed", self.seed, -(2**63), 2**64 - 1)
+            self.seed = _integer("seed", self.seed, MIN_SEED, MAX_SEED)
         self.repetition_penalty = _number(
             "repetition_penalty",
             self.repetition_penalty,
@@ -169,6 +172,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             self.stop = _stop_strings(self.stop)
         if self.stop_token_ids is not None:
             self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
+            if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+                requirement = f"must have at most {MAX_STOP_TOKEN_IDS} token ids"
+                raise _error("stop_token_ids", requirement, len(self.stop_token_ids))
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _error(name, "must be true or false", getattr(self, name))
@@ -242,19 +248,26 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def gives_one_output(self) -> bool:
         return self.use_beam_search or self.num_samples > self.n
 
-    def validate_for(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
-        """Raises ValueError if a token id is not below ``vocab_size``, the width of the logits, or
-        if no token could be chosen before ``min_tokens``.
-        """
+    def check_token_ids(self, vocab_size: int) -> None:
+        """The part of ``validate_for`` that needs no tokenizer."""
         for name, ids in (
             ("logit_bias", self.logit_bias),
             ("allowed_token_ids", self.allowed_token_ids),
             ("stop_token_ids", self.stop_token_ids),
         ):
+            if ids and len(ids) > vocab_size:
+                requirement = f"must have at most {vocab_size} token ids (vocabulary size)"
+                raise _error(name, requirement, len(ids))
             if ids and (largest := max(ids)) >= vocab_size:
                 raise _error(
                     name, f"must hold token ids below {vocab_size} (vocabulary size)", largest
                 )
+
+    def validate_for(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
+        """Raises ValueError if a token id is not below ``vocab_size``, the width of the logits, if
+        there are more of them, or if no token could be chosen before ``min_tokens``.
+        """
+        self.check_token_ids(vocab_size)
         if self.structured_outputs is not None and not eos_token_ids:
             raise ValueError(
                 "structured_outputs needs a model with an end-of-sequence token, which ends an "

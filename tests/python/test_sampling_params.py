@@ -21,7 +21,7 @@ from vllm_lite.sampling_params import (
 NAN, INF = math.nan, math.inf
 NOT_NUMBERS = [NAN, INF, -INF, "0.5", True, False, [], {}, 10**400, 1j, b"1"]
 NUMBERS = {
-    "temperature": [-1e-9, -1],
+    "temperature": [-1e-9, -1, 2.01, 1e300],
     "top_p": [0, -0.5, 1.0000001],
     "min_p": [-0.1, 1.5],
     "repetition_penalty": [0, -1.0],
@@ -31,7 +31,7 @@ NUMBERS = {
 INTEGERS = {
     "n": [0, -1, MAX_SAMPLES + 1],
     "top_k": [-2, 2**31],
-    "seed": [-(2**63) - 1, 2**64],
+    "seed": [-(2**63) - 1, 2**63],
     "min_tokens": [-1, 17, 2**31],
     "max_tokens": [-1, 2**31],
     "prompt_logprobs": [-1, 21, 400, 2**31, 1.5],
@@ -64,7 +64,7 @@ REFUSED = (
         ]
     ]
     + [("allowed_token_ids", v) for v in [[], 3, "12", [-1], [1.0], [True], ["1"], [2**31]]]
-    + [("stop_token_ids", v) for v in [3, "12", [-1], [1.5], [False], [None]]]
+    + [("stop_token_ids", v) for v in [3, "12", [-1], [1.5], [False], [None], [1] * 1025]]
     + [
         ("stop", v)
         for v in [
@@ -87,6 +87,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.case("SMP-01")
 @pytest.mark.parametrize(("name", "value"), REFUSED, ids=lambda value: repr(value)[:30])
 def test_refused_with_the_name_of_the_field(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{name}") as caught:
@@ -99,7 +100,7 @@ def test_refused_with_the_name_of_the_field(name: str, value: Any) -> None:
     ("name", "value", "stored"),
     [
         ("temperature", 0, 0.0),
-        ("temperature", 100, 100.0),
+        ("temperature", 2, 2.0),
         ("temperature", np.float32(0.5), 0.5),
         ("top_p", 1, 1.0),
         ("top_p", 1e-9, 1e-9),
@@ -109,7 +110,7 @@ def test_refused_with_the_name_of_the_field(name: str, value: Any) -> None:
         ("min_p", 0, 0.0),
         ("seed", None, None),
         ("seed", -(2**63), -(2**63)),
-        ("seed", 2**64 - 1, 2**64 - 1),
+        ("seed", 2**63 - 1, 2**63 - 1),
         ("presence_penalty", -2, -2.0),
         ("logit_bias", {"5": 1, 7: -100}, {5: 1.0, 7: -100.0}),
         ("logit_bias", {}, {}),
@@ -133,7 +134,7 @@ def test_accepted_and_normalised(name: str, value: Any, stored: Any) -> None:
 def test_message_names_value_and_limit() -> None:
     with pytest.raises(ValueError) as caught:
         SamplingParams(temperature=NAN)
-    assert str(caught.value) == "temperature must be a finite number >= 0, got nan"
+    assert str(caught.value) == "temperature must be a finite number >= 0 and <= 2, got nan"
     with pytest.raises(ValueError, match=r"top_p must be a finite number > 0 and <= 1, got 2"):
         SamplingParams(top_p=2)
     with pytest.raises(ValueError, match=r"min_tokens must be <= max_tokens \(3\), got 4"):
@@ -169,7 +170,7 @@ def test_json_is_validated_too(body: bytes, field: str) -> None:
 def test_travels_as_msgpack() -> None:
     params = SamplingParams(
         temperature=0.5,
-        seed=2**64 - 1,
+        seed=2**63 - 1,
         logit_bias={7: 1.5},
         stop=["a"],
         output_kind=RequestOutputKind.DELTA,

@@ -1,23 +1,50 @@
 """Reading a request's body within bounds."""
 
-from typing import TypeVar
+import re
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
 from vllm_lite import chat_template
-from vllm_lite.server.errors import ApiError, bad_request, from_decode_error
+from vllm_lite.sampling_params import SamplingParams
+from vllm_lite.server.errors import NOWHERE, ApiError, bad_request, from_decode_error, value_at
+from vllm_lite.server.protocol import ChatRequest
 from vllm_lite.server.state import ServerState
 
 T = TypeVar("T")
 
+# Requests have another type of that name.
+_NOT_SAMPLING = {"structured_outputs"}
+
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Raises ``ApiError`` naming the field that has a wrong type or range."""
+    """Raises ``ApiError`` naming the field that has a wrong type or range: in the words of
+    ``SamplingParams`` if the field is one of its own.
+    """
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise from_decode_error(error, body) from error
+        refused = from_decode_error(error, body)
+        raise _in_words_of_sampling_params(refused, decoder.type, body) from error
+
+
+def _in_words_of_sampling_params(refused: ApiError, request: object, body: bytes) -> ApiError:
+    param = refused.info.param or ""
+    field = re.split(r"[.\[]", param, maxsplit=1)[0]
+    if field not in SamplingParams.__struct_fields__ or field in _NOT_SAMPLING:
+        return refused
+    if field == "logprobs" and request is ChatRequest:  # a bool; the number is top_logprobs
+        return refused
+    value = value_at(body, field)
+    if value is NOWHERE:
+        return refused
+    fields: dict[str, Any] = {"max_tokens": None, field: value}
+    try:
+        SamplingParams(**fields)
+    except ValueError as error:
+        return bad_request(str(error), param)
+    return refused
 
 
 def check_nesting(value: object, param: str) -> None:

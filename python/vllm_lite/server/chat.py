@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
 
 import msgspec
 
 from vllm_lite.output_parser import Content, Event, Reasoning, ToolArguments, ToolCallStart
 from vllm_lite.outputs import CompletionOutput, PromptLogprobs
 from vllm_lite.sampling_params import SamplingParams
-from vllm_lite.server.body import check_nesting, decode
-from vllm_lite.server.errors import bad_request, show
+from vllm_lite.server.body import decode
+from vllm_lite.server.conversation import encode_conversation
+from vllm_lite.server.errors import bad_request
 from vllm_lite.server.generation import Job, PromptResult, Renderer, make_job
 from vllm_lite.server.logprobs import LogprobsWriter, prompt_list
 from vllm_lite.server.protocol import (
@@ -23,14 +23,11 @@ from vllm_lite.server.protocol import (
     ChatRequest,
     ChatResponse,
     ChunkChoice,
-    ContentPart,
+    CompletionTokensDetails,
     Delta,
     FunctionDelta,
-    Message,
     PromptLogprobsList,
     ResponseMessage,
-    Tool,
-    ToolCall,
     Usage,
 )
 from vllm_lite.server.sampling import (
@@ -41,41 +38,9 @@ from vllm_lite.server.sampling import (
     refuse_unsupported,
     sampling_params,
     served_name,
-    truncated,
 )
 from vllm_lite.server.state import ServerState
-from vllm_lite.server.tools import OutputPlan, check_tools, plan_output
-
-# What the server itself hands to the template; chat_template_kwargs may not take their place.
-_RESERVED_KWARGS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "return_dict",
-        "return_tensors",
-        "special_tokens",
-        "template",
-        "tokenize",
-        "tokenizer",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
-
-# Types of parts that are text, with the field that holds it.
-_TEXT_PARTS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-}
+from vllm_lite.server.tools import OutputPlan, check_tools, count_reasoning, plan_output
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
@@ -95,7 +60,7 @@ def make_chat_job(state: ServerState, request: ChatRequest, prefix: str) -> tupl
     logprobs = _logprobs(request)
     check_choices(state, request, 1, "messages")
     tools = check_tools(request)
-    token_ids = _encode(state, request, tools)
+    token_ids = encode_conversation(state, request, tools)
     length = output_length(
         request,
         len(token_ids),
@@ -124,127 +89,6 @@ def _logprobs(request: ChatRequest) -> int | None:
     return None
 
 
-def prompt_ids(state: ServerState, request: ChatRequest) -> list[int]:
-    """The token ids of the conversation, through the model's chat template."""
-    refuse_unsupported(request)
-    return _encode(state, request, check_tools(request))
-
-
-def _encode(state: ServerState, request: ChatRequest, tools: Sequence[Tool]) -> list[int]:
-    if request.chat_template is not None and not state.options.trust_request_chat_template:
-        raise bad_request(
-            "chat_template: this server takes none from requests; it would with"
-            " --trust-request-chat-template",
-            "chat_template",
-            "unsupported_parameter",
-        )
-    kwargs = dict(request.chat_template_kwargs or {})
-    reserved = _RESERVED_KWARGS & kwargs.keys()
-    if reserved:
-        raise bad_request(
-            f"chat_template_kwargs: {', '.join(sorted(reserved))} cannot be set there",
-            "chat_template_kwargs",
-        )
-    check_nesting(kwargs, "chat_template_kwargs")
-    if request.documents is not None:
-        check_nesting(request.documents, "documents")
-        kwargs["documents"] = request.documents
-    if request.reasoning_effort is not None:
-        kwargs["reasoning_effort"] = request.reasoning_effort
-        if request.reasoning_effort == "none":  # as templates of models that may think call it
-            kwargs.setdefault("enable_thinking", False)
-    go_on = bool(request.continue_final_message)
-    if go_on and request.add_generation_prompt:
-        raise bad_request(
-            "continue_final_message: cannot be true together with add_generation_prompt",
-            "continue_final_message",
-        )
-    prompt = (
-        request.add_generation_prompt if request.add_generation_prompt is not None else not go_on
-    )
-    try:
-        token_ids = state.engine.tokenizer.encode_chat(
-            [_for_template(message, index) for index, message in enumerate(request.messages)],
-            tools=[msgspec.to_builtins(tool) for tool in tools] or None,
-            add_generation_prompt=prompt,
-            continue_final_message=go_on,
-            add_special_tokens=bool(request.add_special_tokens),
-            chat_template=request.chat_template,
-            template_kwargs=kwargs,
-        )
-    except ValueError as error:  # the template refuses this conversation, or there is no template
-        raise bad_request(f"messages: {error}", "messages") from error
-    if not token_ids:
-        raise bad_request("messages: the chat template makes an empty prompt of them", "messages")
-    return truncated(request, token_ids, state.engine.config.max_model_len)
-
-
-def _for_template(message: Message, index: int) -> dict[str, Any]:
-    """A message as templates expect it.
-
-    One text (parts are joined by newlines), and the arguments of calls as objects.
-    """
-    where = f"messages[{index}]"
-    out: dict[str, Any] = {"role": message.role, "content": _text(message, where)}
-    for name in ("name", "reasoning_content", "reasoning", "tool_call_id"):
-        value = getattr(message, name)
-        if value is not None:
-            out[name] = value
-    if message.tool_calls:
-        out["tool_calls"] = [
-            _tool_call(call, f"{where}.tool_calls[{position}]")
-            for position, call in enumerate(message.tool_calls)
-        ]
-    return out
-
-
-def _text(message: Message, where: str) -> str:
-    if message.content is not None:
-        return text_of(message.content, f"{where}.content")
-    if message.role != "assistant":
-        raise bad_request(f"{where}.content: missing; only the assistant's may be left out", where)
-    return message.refusal or ""
-
-
-def text_of(content: str | list[ContentPart], where: str) -> str:
-    """One text of a content's parts, which are joined by newlines."""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for position, part in enumerate(content):
-        param = f"{where}[{position}]"
-        if part.type not in _TEXT_PARTS:
-            raise bad_request(
-                f"{param}.type: {show(part.type)} is not supported; only 'text' parts are",
-                f"{param}.type",
-                "unsupported_parameter",
-            )
-        name = _TEXT_PARTS[part.type]
-        text: str | None = getattr(part, name)
-        if text is None:
-            raise bad_request(f"{param}.{name}: missing", f"{param}.{name}")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
-    arguments = call.function.arguments
-    param = f"{where}.function.arguments"
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise bad_request(f"{param}: not a JSON object: {error}", param) from error
-    check_nesting(arguments, param)
-    out: dict[str, Any] = {
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": arguments},
-    }
-    if call.id is not None:
-        out["id"] = call.id
-    return out
-
-
 class ChatRenderer(Renderer):
     def __init__(
         self, state: ServerState, job: Job, request: ChatRequest, plan: OutputPlan
@@ -253,6 +97,9 @@ class ChatRenderer(Renderer):
         # None: there is nothing to look for, and texts go through as they are.
         self._parsers = None if plan.plain else [plan.parser() for _ in range(job.n)]
         self._called: set[int] = set()  # choices with calls
+        # Pieces of reasoning, also where they are not shown; None: there can be none.
+        self._thoughts: list[str] | None = [] if plan.reasoning is not None else None
+        self._state = state
         self._shows_reasoning = request.include_reasoning is not False
         ids = bool(request.return_tokens_as_token_ids)
         self._usage_field: msgspec.UnsetType | None = None if job.include_usage else msgspec.UNSET
@@ -312,7 +159,7 @@ class ChatRenderer(Renderer):
 
     def ending(self, usage: Usage) -> Iterator[ChatChunk]:
         if self._job.include_usage:
-            yield self._chunk([], usage)
+            yield self._chunk([], self._with_reasoning(usage))
 
     def whole(self, outputs: Sequence[CompletionOutput], usage: Usage) -> ChatResponse:
         job = self._job
@@ -337,7 +184,7 @@ class ChatRenderer(Renderer):
             created=job.created,
             model=job.model,
             choices=choices,
-            usage=usage,
+            usage=self._with_reasoning(usage),
             prompt_token_ids=job.prompts[0] if job.return_token_ids else msgspec.UNSET,
             prompt_logprobs=prompt_logprobs,
         )
@@ -351,9 +198,18 @@ class ChatRenderer(Renderer):
             events += parser.finish()
         if any(isinstance(event, ToolCallStart) for event in events):
             self._called.add(choice)
+        if self._thoughts is not None:
+            self._thoughts += [event.text for event in events if isinstance(event, Reasoning)]
         if not self._shows_reasoning:
             events = [event for event in events if not isinstance(event, Reasoning)]
         return events
+
+    def _with_reasoning(self, usage: Usage) -> Usage:
+        """At the end: the number of tokens of reasoning is known then."""
+        if self._thoughts is not None:
+            count = count_reasoning(self._state, "".join(self._thoughts), usage)
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=count)
+        return usage
 
     def _reason(self, choice: int, output: CompletionOutput) -> str | None:
         if output.finish_reason == "stop" and choice in self._called:

@@ -168,24 +168,24 @@ def from_decode_error(error: Exception, body: bytes) -> ApiError:
         return bad_request(f"{missing[1]}: missing; it is required", missing[1])
     if not path:
         return bad_request(f"the request body must be a JSON object: {what}")
-    found = _value_at(body, path)
-    got = f"; got {show(found)}" if found is not _NOWHERE and "got" not in what else ""
-    if found is not _NOWHERE and "got" in what:
+    found = value_at(body, path)
+    got = f"; got {show(found)}" if found is not NOWHERE and "got" not in what else ""
+    if found is not NOWHERE and "got" in what:
         got = f" {show(found)}"
     return bad_request(f"{path}: {what}{got}", param=re.split(r"\.\.\.|\[\.\.\.", path)[0])
 
 
 _SHOW = reprlib.Repr()
 _SHOW.maxstring = _SHOW.maxother = 80
-_NOWHERE = object()
+NOWHERE = object()  # what ``value_at`` gives where there is nothing
 
 
-def _value_at(body: bytes, path: str) -> object:
-    """The value at ``a.b[0].c``; ``_NOWHERE`` where the path does not say which (``[...]``)."""
+def value_at(body: bytes, path: str) -> object:
+    """The value at ``a.b[0].c``; ``NOWHERE`` where the path does not say which (``[...]``)."""
     try:
         value = msgspec.json.decode(body)
         for name, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
             value = value[name] if name else value[int(index)]
     except (ValueError, LookupError, TypeError, RecursionError, msgspec.DecodeError):
-        return _NOWHERE
+        return NOWHERE
     return value

@@ -210,7 +210,10 @@ class GenerationResponse(Response):
                     events = await self._state.offload(partial(self._events, prompt_index, output))
                 if events or not self._started:
                     await self._send_events(send, events, more=True)
-        last = self._frame(self._renderer.ending(self._usage()))
+        ending = partial(self._frame, self._renderer.ending(self._usage()))
+        # It may count what was generated anew.
+        is_large = self._generated > _LARGE_ANSWER
+        last = await self._state.offload(ending) if is_large else ending()
         if not self._renderer.named_events:
             last += b"data: [DONE]\n\n"
         await self._send_events(send, last, more=False)

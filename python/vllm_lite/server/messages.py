@@ -9,7 +9,8 @@ from vllm_lite.output_parser import OutputParser
 from vllm_lite.outputs import CompletionOutput
 from vllm_lite.server.blocks import Block, BlockReader, Change, Closed, Grown, Kind, Opened
 from vllm_lite.server.body import check_nesting, decode
-from vllm_lite.server.chat import make_chat_job, prompt_ids
+from vllm_lite.server.chat import make_chat_job
+from vllm_lite.server.conversation import prompt_ids
 from vllm_lite.server.errors import ApiError, MessagesErrorResponse, bad_request, show
 from vllm_lite.server.generation import Job, Renderer
 from vllm_lite.server.messages_protocol import (

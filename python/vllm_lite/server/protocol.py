@@ -20,23 +20,22 @@ from vllm_lite.sampling_params import (
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MAX_SAMPLES,
+    MAX_SEED,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
+    MIN_SEED,
 )
 
 Unsupported = Annotated[Any, Meta(description="Not supported: only null or the value for 'off'.")]
 Ignored = Annotated[Any, Meta(description="Accepted; makes no difference here.")]
-Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NonNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
-# The range is checked where the message can name the limit for what is below it, too.
-PromptLogprobsCount = Annotated[
-    int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_LOGPROBS})
-]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 # What X-Request-Id may be, too (gateway).
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:+=@/-]{1,128}$(?!\n)")]
@@ -86,11 +85,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     """What every endpoint that generates takes."""
 
     model: str | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0: off
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Int64 | None = None
+    seed: Annotated[int, Meta(ge=MIN_SEED, le=MAX_SEED)] | None = None
     repetition_penalty: (
         Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None
     ) = None
@@ -101,7 +100,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ) = None
     allowed_token_ids: Annotated[list[NonNegative], Meta(min_length=1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[NonNegative], Meta(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[NonNegative], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: NonNegative | None = None
@@ -129,7 +128,7 @@ class GenerationRequest(SamplingFields, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: to fit
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    prompt_logprobs: PromptLogprobsCount | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     prediction: Ignored = None
 
@@ -286,11 +285,17 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(msgspec.Struct, kw_only=True):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    # Of chat, at its end, where reasoning is told apart.
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):

@@ -11,10 +11,13 @@ from vllm_lite.outputs import CompletionOutput
 from vllm_lite.sampling_params import SamplingParams
 from vllm_lite.server.blocks import Block, BlockReader, Change, Closed, Grown, Kind, Opened
 from vllm_lite.server.body import check_nesting, decode
-from vllm_lite.server.chat import make_chat_job, text_of
+from vllm_lite.server.chat import make_chat_job
+from vllm_lite.server.conversation import text_of
 from vllm_lite.server.errors import ApiError, bad_request, show
 from vllm_lite.server.generation import Job, Renderer
 from vllm_lite.server.protocol import (
+    AllowedTool,
+    AllowedTools,
     ChatRequest,
     FunctionCall,
     JsonSchema,
@@ -41,6 +44,7 @@ from vllm_lite.server.responses_protocol import (
     ReasoningItem,
     ReasoningShown,
     ReasoningText,
+    ResponsesAllowedTool,
     ResponsesEvent,
     ResponsesRequest,
     ResponsesResponse,
@@ -52,6 +56,7 @@ from vllm_lite.server.responses_protocol import (
 )
 from vllm_lite.server.sampling import refuse_fields, shared_fields
 from vllm_lite.server.state import ServerState
+from vllm_lite.server.tools import count_reasoning
 
 # The names that the chat path gives to fields of this request.
 _NAMES = {
@@ -191,14 +196,34 @@ def _tool(tool: ResponsesTool) -> Tool:
 def _tool_choice(choice: ToolMode | ResponsesToolChoice | None) -> ToolMode | ToolChoice | None:
     if not isinstance(choice, ResponsesToolChoice):
         return choice
-    if choice.type != "function" or choice.name is None:
+    if choice.type == "function" and choice.name is not None:
+        return ToolChoice(type="function", function=NamedFunction(name=choice.name))
+    if choice.type == "allowed_tools" and choice.mode is not None and choice.tools is not None:
+        return ToolChoice(
+            type="allowed_tools",
+            allowed_tools=AllowedTools(
+                mode=choice.mode,
+                tools=[_allowed(tool, index) for index, tool in enumerate(choice.tools)],
+            ),
+        )
+    raise bad_request(
+        f"tool_choice: {show(msgspec.to_builtins(choice))} is not supported; use 'none', 'auto',"
+        ' \'required\', {"type": "function", "name": NAME} or {"type": "allowed_tools", "mode":'
+        ' "auto" or "required", "tools": [{"type": "function", "name": NAME}]}',
+        "tool_choice",
+        "unsupported_parameter",
+    )
+
+
+def _allowed(tool: ResponsesAllowedTool, index: int) -> AllowedTool:
+    if tool.type != "function" or tool.name is None:
         raise bad_request(
-            f"tool_choice: type {show(choice.type)} and name {show(choice.name)} are not supported;"
-            " use 'none', 'auto', 'required' or {\"type\": \"function\", \"name\": NAME}",
-            "tool_choice",
+            f"tool_choice.tools[{index}]: {show(msgspec.to_builtins(tool))} is not supported; use"
+            ' {"type": "function", "name": NAME}',
+            f"tool_choice.tools[{index}]",
             "unsupported_parameter",
         )
-    return ToolChoice(type="function", function=NamedFunction(name=choice.name))
+    return AllowedTool(type="function", function=NamedFunction(name=tool.name))
 
 
 def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
@@ -223,7 +248,7 @@ class ResponsesRenderer(Renderer):
     def __init__(
         self, state: ServerState, job: Job, request: ResponsesRequest, parser: OutputParser
     ) -> None:
-        self._tokenizer = state.engine.tokenizer
+        self._state = state
         self._job = job
         self._request = request
         self._reader = BlockReader(parser)
@@ -350,8 +375,6 @@ class ResponsesRenderer(Renderer):
         )
 
     def _usage(self, usage: Usage) -> ResponsesUsage:
-        # The engine does not know which tokens were reasoning, so that its text is counted.
-        thought = self._tokenizer.encode(self._reader.reasoning(), add_special_tokens=False)
         return ResponsesUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputDetails(
@@ -359,7 +382,7 @@ class ResponsesRenderer(Renderer):
             ),
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputDetails(
-                reasoning_tokens=min(len(thought), usage.completion_tokens)
+                reasoning_tokens=count_reasoning(self._state, self._reader.reasoning(), usage)
             ),
             total_tokens=usage.total_tokens,
         )

@@ -53,11 +53,20 @@ class ResponsesTool(msgspec.Struct, kw_only=True, omit_defaults=True):
     strict: bool | None = None
 
 
-class ResponsesToolChoice(msgspec.Struct, kw_only=True):
-    """Only of a function."""
+class ResponsesAllowedTool(msgspec.Struct, kw_only=True, omit_defaults=True):
+    type: str
+    name: str | None = None
+
+
+class ResponsesToolChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A function by its name, or allowed_tools with mode and tools."""
 
     type: str
     name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: (
+        Annotated[list[ResponsesAllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)] | None
+    ) = None
 
 
 class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):

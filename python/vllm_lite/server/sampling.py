@@ -10,7 +10,6 @@ import msgspec
 
 from vllm_lite.pooling_params import PoolingParams
 from vllm_lite.sampling_params import (
-    MAX_LOGPROBS,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
@@ -83,12 +82,7 @@ def refuse_unsupported(request: GenerationRequest) -> None:
                 "structured_outputs",
                 "unsupported_parameter",
             )
-    asked = request.prompt_logprobs
-    if asked is not None and not 0 <= asked <= MAX_LOGPROBS:
-        raise bad_request(
-            f"prompt_logprobs: {asked} is outside 0..{MAX_LOGPROBS}", "prompt_logprobs"
-        )
-    if asked is not None and request.stream:
+    if request.prompt_logprobs is not None and request.stream:
         raise bad_request(
             "prompt_logprobs: not available with stream true; completions stream them with echo and"
             " logprobs",
@@ -158,26 +152,16 @@ def sampling_params(
             value = defaults.get(name)
         if value is not None:
             fields[name] = value
-    vocab_size = engine.model_config.vocab_size
-    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-        ids = fields.get(name) or ()
-        if len(ids) > vocab_size:
-            raise bad_request(f"{name}: {len(ids)} entries; the vocabulary has {vocab_size}", name)
-        check_token_ids(ids, vocab_size, name)
     if (structured := structured_outputs(request)) is not None:
         fields["structured_outputs"] = structured
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    if request.min_tokens is not None and request.min_tokens > max_tokens:
-        raise bad_request(
-            f"min_tokens: {request.min_tokens} is above the {max_tokens} tokens that this request"
-            " may generate; lower it or raise max_tokens",
-            "min_tokens",
-        )
     try:
-        return SamplingParams(
+        params = SamplingParams(
             logprobs=logprobs, prompt_logprobs=prompt_logprobs, max_tokens=max_tokens,
             output_kind=kind, **fields,
         )  # fmt: skip
+        params.check_token_ids(engine.model_config.vocab_size)
+        return params
     except ValueError as error:
         raise bad_request(str(error), field_of(error)) from error
 

@@ -7,7 +7,7 @@ generate from.
 import msgspec
 
 from vllm_lite.server.body import decode
-from vllm_lite.server.chat import prompt_ids
+from vllm_lite.server.conversation import prompt_ids
 from vllm_lite.server.errors import bad_request
 from vllm_lite.server.protocol import ChatRequest, NonNegative
 from vllm_lite.server.sampling import check_token_ids, served_name

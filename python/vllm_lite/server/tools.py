@@ -13,7 +13,7 @@ from vllm_lite.output_parser import OutputParser, make_output_parser
 from vllm_lite.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm_lite.server.body import check_nesting
 from vllm_lite.server.errors import bad_request, show
-from vllm_lite.server.protocol import ChatRequest, Tool, ToolChoice
+from vllm_lite.server.protocol import ChatRequest, Tool, ToolChoice, Usage
 from vllm_lite.server.state import ServerState
 
 # What the template may print behind an open mark of reasoning, and the mark itself.
@@ -159,6 +159,12 @@ def plan_output(
     if state.hidden_marks & {tool_format, reasoning}:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     return plan, params
+
+
+def count_reasoning(state: ServerState, text: str, usage: Usage) -> int:
+    """Tokens of reasoning: the engine does not know which they were, so its text is counted."""
+    ids = state.engine.tokenizer.encode(text, add_special_tokens=False)
+    return min(len(ids), usage.completion_tokens)
 
 
 def _thinks(

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tiny_model import MAX_POSITIONS, VOCAB_SIZE, block_bytes
+from tiny_model import EOS, MAX_POSITIONS, VOCAB_SIZE, block_bytes
 from vllm_lite import (
     LLM,
     AsyncLLMEngine,
@@ -234,6 +234,16 @@ def test_vectors_are_those_of_transformers(llm: LLM, reference: Any) -> None:
             (ours,) = vectors(llm, short, [ids])
             unit = torch.nn.functional.normalize(expected[:5], dim=0)
             torch.testing.assert_close(torch.tensor(ours), unit, atol=1e-5, rtol=0)
+
+
+@pytest.mark.case("EMB-05")
+@pytest.mark.parametrize("params", [LAST, MEAN], ids=["last", "mean"])
+def test_vectors_of_odd_prompts_are_finite(llm: LLM, params: PoolingParams) -> None:
+    """A space alone, special tokens alone, the longest prompt, padding of the vocabulary."""
+    odd = [" ", [EOS], [0, EOS, EOS, 0], prompt(511), [VOCAB_SIZE - 1]]
+    for output in llm.embed(odd, params, use_tqdm=False):
+        assert len(output.outputs.embedding) == HIDDEN_SIZE
+        assert math.hypot(*output.outputs.embedding) == pytest.approx(1)  # NaN equals nothing
 
 
 def test_embed_takes_what_generate_takes(llm: LLM) -> None:

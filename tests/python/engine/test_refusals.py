@@ -23,6 +23,7 @@ def test_prompt_over_the_limit_names_limit_prompt_and_output(llm: LLM, length: i
         run(llm, ["The", [5] * length])
 
 
+@pytest.mark.case("API-05", "API-06")
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

@@ -1,6 +1,7 @@
 """The server as its users see it: openai's client and SmolLM2, plain HTTP and a tiny model."""
 
 import concurrent.futures
+import http.client as http_client
 import json
 import signal
 import time
@@ -230,6 +231,25 @@ def test_client_that_goes_away_frees_its_blocks(
     began = time.monotonic()
     server.wait_idle(http)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.case("ABT-06")
+def test_client_that_goes_away_frees_the_blocks_of_its_inputs(
+    server: ServerProcess, http: httpx.Client
+) -> None:
+    """64 long inputs, most of which are not computed when it leaves."""
+    server.wait_idle(http)
+    before = metrics(http)["vllm_lite:prompt_tokens_total"]
+    inputs = [[i + 2] * 10_000 for i in range(64)]
+    leaving = http_client.HTTPConnection("127.0.0.1", server.port)
+    leaving.request("POST", "/v1/embeddings", json.dumps({"input": inputs}))
+    deadline = time.monotonic() + 30
+    while metrics(http)["vllm_lite:num_requests_running"] == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    leaving.close()
+    server.wait_idle(http)
+    assert metrics(http)["vllm_lite:prompt_tokens_total"] - before < 32 * 10_000
 
 
 GREEDY = {"temperature": 0, "ignore_eos": True}

@@ -8,6 +8,7 @@ import pytest
 
 from server.client import Client, refused
 from server.fakes import VOCAB_SIZE
+from vllm_lite.sampling_params import SamplingParams
 from vllm_lite.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, Ignored
 
 PATHS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
@@ -61,7 +62,19 @@ WRONG: dict[str, list[Any]] = {
         [2**70],
     ],
     "stop": [1, True, {}, [1], [None], "", [""], ["x"] * 17, "x" * 1025],
-    "stop_token_ids": [1, "x", {}, [-1], [VOCAB_SIZE], [1.5], [True], ["1"], [2**70]],
+    "stop_token_ids": [
+        1,
+        "x",
+        {},
+        [-1],
+        [VOCAB_SIZE],
+        [1.5],
+        [True],
+        ["1"],
+        [2**70],
+        [1] * 301,
+        [1] * 1025,
+    ],
     "include_stop_str_in_output": [1, "true", [], {}],
     "ignore_eos": [1, "true", [], {}],
     "min_tokens": [*NUMBER, -1, 1.5, 4, 2**31],
@@ -137,6 +150,23 @@ def test_wrong_types_and_ranges_are_400_naming_the_field(client: Client, path: s
     assert count > 200
     assert client.engine.calls == []
     assert client.post(path, json=good).status_code == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_rules_and_messages_are_those_of_sampling_params(client: Client, path: str) -> None:
+    shared = set(SamplingParams.__struct_fields__) & set(fields_of(PATHS[path]))
+    shared.remove("structured_outputs")  # another type
+    if path == "/v1/chat/completions":
+        shared.remove("logprobs")  # a bool
+    for field in sorted(shared):
+        for value in wrong_values(path, field):
+            if field == "max_tokens" and value == 0:  # needs echo, which is not the engine's
+                continue
+            with pytest.raises(ValueError) as offline:
+                SamplingParams(**{"max_tokens": 3, field: value}).validate_for(VOCAB_SIZE)
+            error = refused(client.post(path, json=GOOD[path] | {field: value}), 400, None, field)
+            assert error["message"] == str(offline.value)
+    assert len(shared) > 20
 
 
 @pytest.mark.parametrize("path", PATHS)

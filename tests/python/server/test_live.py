@@ -68,6 +68,20 @@ def test_a_client_that_leaves_aborts_its_request(
     assert call(live.port, "GET", "/health")[0] == 200
 
 
+@pytest.mark.case("ABT-06")
+def test_a_client_that_leaves_drops_the_inputs_that_are_left(live: LiveServer) -> None:
+    live.engine.config.max_num_waiting = 8  # so many at once, the others after them
+    live.engine.script = Script(delay=0.2)
+    connection = post(live.port, "/v1/embeddings", {"input": [[i] for i in range(64)]})
+    wait_until(lambda: live.engine.running == 8)
+    connection.close()
+    wait_until(lambda: live.engine.running == 0)  # all together would take 1.6 s
+    begun = len(live.engine.calls)
+    assert 8 <= begun < 64
+    assert call(live.port, "GET", "/load")[1] == {"server_load": 0}
+    assert len(live.engine.calls) == begun  # none was begun since
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_before_the_first_token_aborts(live: LiveServer, stream: bool) -> None:
     live.engine.script = Script(first_delay=30)

@@ -13,6 +13,11 @@ from vllm_lite.errors import EngineError
 from vllm_lite.server.responses_protocol import ResponsesRequest
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+ALLOWED: dict[str, Any] = {
+    "type": "allowed_tools",
+    "mode": "auto",
+    "tools": [{"type": "function", "name": "f"}],
+}
 
 
 def test_answer_has_every_key_that_clients_check(client: Client) -> None:
@@ -151,6 +156,11 @@ def test_reasoning_effort_reaches_the_template(client: Client) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": ALLOWED | {"mode": "any"}}, "tool_choice.mode"),
+        ({"tool_choice": ALLOWED | {"tools": []}}, "tool_choice.tools"),
+        ({"tool_choice": ALLOWED | {"tools": [{"type": "mcp"}]}}, "tool_choice.tools[0]"),
+        ({"tool_choice": ALLOWED}, "tool_choice"),  # no such tool
         ({"input": []}, "input"),
         ({"input": None}, "input"),
         ({"input": [1]}, "input[0]"),

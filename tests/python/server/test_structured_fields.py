@@ -86,7 +86,7 @@ def test_each_field_says_what_the_output_must_be(
             "response_format",
             "response_format.json_schema.schema",
         ),
-        ({"bad_words": [""]}, "bad_words[0]", "length >= 1"),
+        ({"bad_words": [""]}, "bad_words[0]", "1 to 256 characters"),
         ({"bad_words": "a"}, "bad_words", "bad_words"),
         ({"bad_words": [" "]}, "bad_words", "white space"),
         ({"bad_words": ["a"] * 257}, "bad_words", "256"),

@@ -282,11 +282,29 @@ def test_reasoning_is_told_apart_and_can_be_left_out() -> None:
         response = client.chat(tools=[G], stream=stream_it, include_reasoning=False)
         assert "Hm" not in response.text and '"g"' in response.text
     client.engine.script = Script("Just so")
-    assert client.chat().json()["choices"][0]["message"] == {
+    body = client.chat().json()
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    assert body["choices"][0]["message"] == {
         "role": "assistant",
         "content": "Just so",
         "refusal": None,
     }
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_tokens_of_reasoning_are_counted(shown: bool) -> None:
+    client = client_of(f"<think>Hm, so</think>{CALL_G}", THINKING)
+    fields: dict[str, Any] = {"tools": [G], "n": 2, "include_reasoning": shown}
+    details = {"reasoning_tokens": 2 * len("Hm, so")}  # a token is a byte here
+    usage = client.chat(**fields).json()["usage"]
+    assert usage["completion_tokens_details"] == details
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(client.chat(**fields, stream=True, stream_options=options))
+    assert chunks[-1]["usage"] == usage
+    assert all("completion_tokens_details" not in chunk["usage"] for chunk in chunks[:-1])
+    answer = client.respond(tools=[{"type": "function", **G["function"]}]).json()
+    assert answer["usage"]["output_tokens_details"] == {"reasoning_tokens": len("Hm, so")}
+    assert "completion_tokens_details" not in client_of("x", TEMPLATE).chat().json()["usage"]
 
 
 def test_reasoning_that_the_prompt_begins_needs_no_mark() -> None:
@@ -503,6 +521,21 @@ def test_the_other_endpoints_read_calls_and_reasoning_too() -> None:
     assert [block["type"] for block in body["content"]] == ["thinking", "tool_use"]
     assert body["content"][1]["input"] == {"a": 1, "s": "}é"}
     assert body["stop_reason"] == "tool_use"
+
+
+def test_responses_can_allow_some_tools_alone() -> None:
+    client = client_of(CALL_G)
+    allowed = {"type": "allowed_tools", "tools": [{"type": "function", "name": "g"}]}
+    tools = [{"type": "function", **tool["function"]} for tool in (F, G)]
+    for mode in ("auto", "required"):
+        choice = allowed | {"mode": mode}
+        body = client.respond(tools=tools, tool_choice=choice).json()
+        assert body["tool_choice"] == choice
+        assert client.engine.tokenizer.chats[-1]["tools"] == [G]
+        structured = client.engine.calls[-1].params.structured_outputs
+        assert (structured is not None) == (mode == "required")
+    assert accepts(structured.compiled, '[{"name": "g", "parameters": {}}]')
+    assert not accepts(structured.compiled, '[{"name": "f", "parameters": {"a": 1}}]')
 
 
 def test_their_streams_tell_calls_and_reasoning_too() -> None:
