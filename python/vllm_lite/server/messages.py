@@ -34,7 +34,6 @@ from vllm_lite.server.messages_protocol import (
 )
 from vllm_lite.server.protocol import (
     ChatRequest,
-    Effort,
     FunctionCall,
     JsonSchema,
     Message,
@@ -118,7 +117,7 @@ def to_chat(request: CountTokensRequest) -> ChatRequest:
             request.tool_choice and request.tool_choice.disable_parallel_tool_use
         ),
         response_format=_response_format(request),
-        reasoning_effort=_effort(config.effort) if config and config.effort else None,
+        reasoning_effort=config.effort if config else None,
         chat_template_kwargs=kwargs,
         continue_final_message=go_on,
     )
@@ -249,10 +248,6 @@ def _response_format(request: CountTokensRequest) -> ResponseFormat | None:
     check_nesting(wanted.schema, "output_config.format.schema")
     schema = JsonSchema(name="output", schema=wanted.schema, strict=True)
     return ResponseFormat(type="json_schema", json_schema=schema)
-
-
-def _effort(effort: str) -> Effort:
-    return "xhigh" if effort == "max" else effort  # type: ignore[return-value]
 
 
 # -- the answer ------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 # What X-Request-Id may be, too (gateway).
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:+=@/-]{1,128}$(?!\n)")]
 Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # OpenAI's characters; Anthropic's length.
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}$(?!\n)")]
 MAX_MESSAGES = 4096
@@ -126,11 +126,14 @@ class GenerationRequest(SamplingFields, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
     stream_options: StreamOptions | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: to fit
+    truncation_side: Literal["left", "right"] | None = None  # where tokens go: left
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     prediction: Ignored = None
+    session_id: Ignored = None
+    stream_interval: Ignored = None  # events are joined where a client reads slowly
 
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     # What the output must be. One of these at most; the last four are vLLM's older names.
@@ -147,11 +150,16 @@ class GenerationRequest(SamplingFields, kw_only=True):
         None
     )
     early_stopping: bool | Literal["never"] | None = None
+    ec_transfer_params: Unsupported = None
     kv_transfer_params: Unsupported = None
     logits_processors: Unsupported = None
+    logprob_token_ids: Unsupported = None
+    repetition_detection: Unsupported = None
     spaces_between_special_tokens: Unsupported = None
     structural_tag: Unsupported = None
+    thinking_token_budget: Unsupported = None
     vllm_xargs: Unsupported = None
+    watermarking: Unsupported = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -251,6 +259,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     echo: Unsupported = None
     function_call: Unsupported = None
     functions: Unsupported = None
+    media_io_kwargs: Unsupported = None
     mm_processor_kwargs: Unsupported = None
     modalities: Unsupported = None
     verbosity: Ignored = None
@@ -264,13 +273,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "functions": ([],),
     "logits_processors": ([],),
+    "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
+    "thinking_token_budget": (-1,),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 
 

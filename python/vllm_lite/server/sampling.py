@@ -256,7 +256,9 @@ def output_length(
 
 
 def truncated(request: GenerationRequest, ids: list[int], max_model_len: int) -> list[int]:
-    """The last ``truncate_prompt_tokens`` of the prompt; -1: as many as leave room for output."""
+    """The last ``truncate_prompt_tokens`` of the prompt, with ``truncation_side`` "right" the
+    first; -1: as many as leave room for output.
+    """
     kept = request.truncate_prompt_tokens
     if kept is None:
         return ids
@@ -268,7 +270,9 @@ def truncated(request: GenerationRequest, ids: list[int], max_model_len: int) ->
         )
     if kept == -1:
         kept = max_model_len - (request.max_completion_tokens or request.max_tokens or 1)
-    return ids[-kept:] if kept > 0 else ids
+    if kept <= 0:
+        return ids
+    return ids[:kept] if request.truncation_side == "right" else ids[-kept:]
 
 
 def for_prompts(params: SamplingParams, lengths: list[int]) -> list[SamplingParams | PoolingParams]:

@@ -94,6 +94,7 @@ WRONG: dict[str, list[Any]] = {
     "request_id": [1, [], {}, "", "a b", "x" * 129, "a\n", "é"],
     "cache_salt": [1, True, [], {}, "", "x" * 1025],
     "truncate_prompt_tokens": [*NUMBER, 0, -2, 1.5, 257, 2**31],
+    "truncation_side": [1, True, "x", [], {}],
     "return_token_ids": [1, "true", [], {}],
     "documents": [1, "x", {}, [1], ["x"], [{}] * 1025],
     "reasoning_effort": [1, True, [], {}, "", "extreme"],

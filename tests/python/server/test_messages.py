@@ -133,7 +133,7 @@ def test_thinking_and_effort_reach_the_template(client: Client) -> None:
         {},
         {"enable_thinking": True},
         {"enable_thinking": False},
-        {"reasoning_effort": "xhigh"},
+        {"reasoning_effort": "max"},
     ]
 
 

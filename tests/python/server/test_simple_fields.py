@@ -23,6 +23,11 @@ def test_the_last_tokens_of_a_prompt_are_kept(client: Client) -> None:
     assert prompts[:5] == [[101, 102], [2, 3], [97, 98], [99], CHAT_IDS[-3:]]
     assert [len(prompt) for prompt in prompts[5:]] == [MAX_MODEL_LEN - 6, MAX_MODEL_LEN - 1]
     assert prompts[5][-1] == ord("y")
+    client.complete(prompt="abcdef", truncate_prompt_tokens=2, truncation_side="left")
+    client.complete(prompt="abcdef", truncate_prompt_tokens=2, truncation_side="right")
+    client.chat(truncate_prompt_tokens=3, truncation_side="right")
+    last = [call.prompt for call in client.engine.calls[-3:]]
+    assert last == [[101, 102], [97, 98], CHAT_IDS[:3]]
 
 
 def test_truncation_leaves_the_other_limits(client: Client) -> None:
