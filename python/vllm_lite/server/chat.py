@@ -9,7 +9,7 @@ from vllm_lite.output_parser import Content, Event, Reasoning, ToolArguments, To
 from vllm_lite.outputs import CompletionOutput, PromptLogprobs
 from vllm_lite.sampling_params import SamplingParams
 from vllm_lite.server.body import decode
-from vllm_lite.server.conversation import encode_conversation
+from vllm_lite.server.conversation import echoed_text, encode_conversation
 from vllm_lite.server.errors import bad_request
 from vllm_lite.server.generation import Job, PromptResult, Renderer, make_job
 from vllm_lite.server.logprobs import LogprobsWriter, prompt_list
@@ -103,7 +103,8 @@ class ChatRenderer(Renderer):
         self._shows_reasoning = request.include_reasoning is not False
         ids = bool(request.return_tokens_as_token_ids)
         self._usage_field: msgspec.UnsetType | None = None if job.include_usage else msgspec.UNSET
-        self._greeted: set[int] = set()  # choices whose role is out
+        self._echo = echoed_text(request)
+        self._greeted: set[int] = set()  # choices whose role is out, and the echo with it
         self._prompt_logprobs: PromptLogprobs | None = None
         params = job.params[0]
         assert isinstance(params, SamplingParams)
@@ -128,7 +129,8 @@ class ChatRenderer(Renderer):
         if choice not in self._greeted:
             self._greeted.add(choice)
             first = self._chunk(
-                [ChunkChoice(index=choice, delta=Delta(role="assistant", content=""))], shown_usage
+                [ChunkChoice(index=choice, delta=Delta(role="assistant", content=self._echo))],
+                shown_usage,
             )
             if job.return_token_ids and len(self._greeted) == 1:
                 first.prompt_token_ids = job.prompts[0]
@@ -166,9 +168,7 @@ class ChatRenderer(Renderer):
         choices = [
             ChatChoice(
                 index=choice,
-                message=ResponseMessage(content=output.text)
-                if self._parsers is None
-                else _message(self._events(choice, output)),
+                message=self._message(choice, output),
                 logprobs=self._logprobs(output),
                 finish_reason=self._reason(choice, output) or "stop",
                 stop_reason=output.stop_reason,
@@ -188,6 +188,14 @@ class ChatRenderer(Renderer):
             prompt_token_ids=job.prompts[0] if job.return_token_ids else msgspec.UNSET,
             prompt_logprobs=prompt_logprobs,
         )
+
+    def _message(self, choice: int, output: CompletionOutput) -> ResponseMessage:
+        if self._parsers is None:
+            return ResponseMessage(content=self._echo + output.text)
+        message = _message(self._events(choice, output))
+        if self._echo:
+            message.content = self._echo + (message.content or "")
+        return message
 
     def _events(self, choice: int, output: CompletionOutput) -> list[Event]:
         """What the parser tells of a choice's next text, or of its last."""

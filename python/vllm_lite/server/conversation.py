@@ -102,6 +102,14 @@ def encode_conversation(
     return truncated(request, token_ids, state.engine.config.max_model_len)
 
 
+def echoed_text(request: ChatRequest) -> str:
+    """What answers begin with."""
+    last = request.messages[-1]
+    if not request.echo or last.role != "assistant":
+        return ""
+    return _text(last, f"messages[{len(request.messages) - 1}]")
+
+
 def _for_template(message: Message, index: int) -> dict[str, Any]:
     """A message as templates expect it.
 

@@ -245,6 +245,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = None  # answers begin with the last message, if it is the assistant's
     add_special_tokens: bool | None = None
     chat_template: Annotated[str, Meta(max_length=1 << 16)] | None = None  # if the operator allows
     chat_template_kwargs: dict[str, Any] | None = None
@@ -256,7 +257,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
 
     audio: Unsupported = None
-    echo: Unsupported = None
     function_call: Unsupported = None
     functions: Unsupported = None
     media_io_kwargs: Unsupported = None
@@ -269,7 +269,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
 # The values, beside null, that ask nothing of a feature that is not there.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "logits_processors": ([],),

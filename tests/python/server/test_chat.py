@@ -162,7 +162,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"audio": {}}, "audio"),
-        ({"echo": True}, "echo"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

@@ -24,6 +24,22 @@ def joined(chunks: list[dict[str, Any]], index: int) -> dict[str, Any]:
     return out
 
 
+def test_chat_echoes_the_assistants_last_message(client: Client) -> None:
+    parts = [{"type": "text", "text": text} for text in ("Well", "then:")]
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": parts}]
+    fields = {"messages": turns, "continue_final_message": True, "n": 2, "echo": True}
+    answer = client.chat(**fields).json()
+    assert [c["message"]["content"] for c in answer["choices"]] == ["Well\nthen:Hello, world"] * 2
+    chunks = events(client.chat(**fields, stream=True))
+    for index in range(2):
+        deltas = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        text = "".join(choice["delta"].get("content", "") for choice in deltas)
+        assert text == "Well\nthen:Hello, world"
+    for silent in ({"echo": False}, {"messages": turns[:1], "continue_final_message": False}):
+        answer = client.chat(**fields | silent).json()
+        assert answer["choices"][0]["message"]["content"] == "Hello, world"
+
+
 @pytest.mark.case("API-11")
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
 @pytest.mark.parametrize("n", [1, 3])

@@ -105,6 +105,7 @@ WRONG: dict[str, list[Any]] = {
     "early_stopping": [1, "always", [], {}, True, "never"],
     "prompt": [1, True, {}, [], "", [VOCAB_SIZE]],
     "add_special_tokens": [1, "x", [], {}],
+    "echo": [1, "true", [], {}],
     "messages": [1, "x", {}, [], [1], [{}], [{"role": "user", "content": "x"}] * 4097],
     "top_logprobs": [*NUMBER, -1, 21, 1.5, 1],
     "add_generation_prompt": [1, "x", [], {}],
@@ -124,8 +125,6 @@ def wrong_values(path: str, field: str) -> list[Any]:
         return LOGPROBS[path]
     if any(f.name == field and f.type is Ignored for f in msgspec.structs.fields(PATHS[path])):
         return []
-    if field == "echo" and path == "/v1/completions":
-        return [1, "true", [], {}]
     values = WRONG.get(field, UNSUPPORTED)
     # Neutral values of fields that are not supported are fine.
     return [v for v in values if not (v is True and field == "spaces_between_special_tokens")]

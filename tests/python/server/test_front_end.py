@@ -103,7 +103,7 @@ def test_health_is_quick_while_megabytes_are_tokenised_and_streams_run(tiny_mode
             began = time.monotonic()
             assert call(stack.port, "GET", "/health") == 200
             waits.append(time.monotonic() - began)
-            time.sleep(0.1)
+            time.sleep(0.02)  # a quick machine has done with both in a fifth of a second
         streams.join()
         assert call(stack.port, "POST", "/v1/completions", b" " * (33 << 20)) == 413
     assert answers == [400, 400]  # both are longer than the model's context
