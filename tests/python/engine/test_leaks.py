@@ -21,7 +21,7 @@ def test_hundreds_of_requests_of_every_kind_leave_nothing(
     source = random.Random(3)
     with LLM(
         tiny_model, num_threads=1, max_num_seqs=12, max_num_waiting=32, max_model_len=96,
-        kv_cache_memory=24 * block_bytes(), enable_prefix_caching=prefix_caching,
+        kv_cache_memory=14 * block_bytes(), enable_prefix_caching=prefix_caching,
     ) as llm:  # fmt: skip
         letters = ascii_ids(llm)
         digits = StructuredOutputsParams(regex="[0-9]{3,9}")
@@ -41,10 +41,12 @@ def test_hundreds_of_requests_of_every_kind_leave_nothing(
         ]
         engine, reasons, begun = llm.engine, dict[str, int](), 0
         while begun < NUM_REQUESTS or engine.has_unfinished_requests():
-            while begun < NUM_REQUESTS and engine.get_num_unfinished_requests() < 6:
+            while begun < NUM_REQUESTS and engine.get_num_unfinished_requests() < 8:
                 kind = source.randrange(len(kinds) + 1)
                 prompt = source.choice(PROMPTS) * source.randrange(1, 6)
-                params = SamplingParams(**kinds[kind]) if kind < len(kinds) else PoolingParams()
+                params = PoolingParams() if kind == len(kinds) else SamplingParams(**kinds[kind])
+                if isinstance(params, SamplingParams):
+                    params.seed = begun
                 engine.add_request(str(begun), prompt, params)
                 begun += 1
                 if source.random() < 0.1:

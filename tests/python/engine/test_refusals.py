@@ -172,7 +172,7 @@ def test_what_is_no_sampling_params_is_named(llm: LLM, params: object) -> None:
 
 
 @pytest.mark.parametrize("value", [1e-6, 1e6])
-@pytest.mark.parametrize("temperature", [0, 1e-45, 1, 1e30])
+@pytest.mark.parametrize("temperature", [0, 1e-45, 1, 2])
 def test_the_furthest_penalties_leave_logits_finite(
     llm: LLM, value: float, temperature: float
 ) -> None:
