@@ -53,13 +53,13 @@ def main(argv: list[str] | None = None) -> int:
         listener = bind(settings.values["host"], settings.values["port"], options.backlog)
         for sentence in unknown_variables(parser, os.environ):
             logger.warning("%s", sentence)
-        logger.info("configuration: %s", settings.describe())
         files = find_model(config.model)
         model_config = load_model_config(files)
         # The same checks as in the children, before any of them is started.
         resolved = config.resolve(model_config)
         if config.chat_template is not None:
             load_chat_template(config.chat_template)
+        logger.info("configuration: %s", settings.describe())
     except (ValueError, OSError) as error:
         print(f"vllm-lite serve: {error}", file=sys.stderr)
         return 1

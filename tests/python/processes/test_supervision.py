@@ -407,7 +407,7 @@ def check_full_queue(client: httpx.Client, body: dict[str, Any]) -> None:
 def test_version_and_help_import_nothing_heavy() -> None:
     for arguments, expected in (
         (["--version"], "vllm-lite "),
-        (["--help"], "usage: vllm-lite serve"),
+        (["--help"], "usage: vllm-lite COMMAND"),
         (["serve", "--help"], "--kv-cache-memory"),
     ):
         code = (
