@@ -7,7 +7,14 @@ import msgspec
 
 from vllm_lite.server.body import check_nesting
 from vllm_lite.server.errors import bad_request, show
-from vllm_lite.server.protocol import ChatRequest, ContentPart, FunctionCall, Message, Tool, ToolCall
+from vllm_lite.server.protocol import (
+    ChatRequest,
+    ContentPart,
+    FunctionCall,
+    Message,
+    Tool,
+    ToolCall,
+)
 from vllm_lite.server.sampling import refuse_unsupported, truncated
 from vllm_lite.server.state import ServerState
 from vllm_lite.server.tools import check_tools
