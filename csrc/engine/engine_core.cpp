@@ -11,6 +11,8 @@ namespace vllm_lite {
 namespace {
 
 constexpr std::string_view kNoLogits = "the model gave no finite logits to sample from";
+// The reason where it is the request that could not be fulfilled.
+constexpr std::string_view kImpossible = "impossible";
 
 bool contains(const std::vector<TokenId>& ids, TokenId id) {
   return std::find(ids.begin(), ids.end(), id) != ids.end();
@@ -381,7 +383,8 @@ void EngineCore::absorb(Stream& stream, TokenId token, const TokenLogprobs* logp
     end_with_error(stream,
                    "no token is left to choose from: structured_outputs, bad_words, "
                    "allowed_token_ids and min_tokens exclude them all together, or the grammar has "
-                   "become too complex at this place");
+                   "become too complex at this place",
+                   kImpossible);
     return;
   }
   SequenceOutput output;
@@ -505,9 +508,11 @@ void EngineCore::finish_search(Request& request) {
   const RequestInput& input = request.input;
   Stream& first = *request.streams.front();
   if (search.num_hypotheses() < search.width()) {
-    end_with_error(first, "there are only " + std::to_string(search.num_hypotheses()) +
-                              " different sequences, but n is " + std::to_string(search.width()) +
-                              ": ask for fewer beams");
+    end_with_error(first,
+                   "there are only " + std::to_string(search.num_hypotheses()) +
+                       " different sequences, but n is " + std::to_string(search.width()) +
+                       ": ask for fewer beams",
+                   kImpossible);
     return;
   }
   SequenceOutput output;
@@ -537,12 +542,12 @@ void EngineCore::finish_search(Request& request) {
   finish_stream(first);
 }
 
-void EngineCore::end_with_error(Stream& stream, std::string_view message) {
+void EngineCore::end_with_error(Stream& stream, std::string_view message, std::string_view reason) {
   SequenceOutput output;
   output.key = stream.owner.input.key;
   output.sample_index = stream.sample_index;
   output.num_cached_tokens = std::max(stream.num_cached_tokens, 0);
-  output.finish_reason = "error";
+  output.finish_reason = reason;
   output.message = message;
   finish_stream(stream);
   emit(output);

@@ -153,7 +153,7 @@ class EngineCore {
   void add_prompt_logprobs(SequenceOutput& output, const Stream& stream) const;
   void advance_search(const Stream& beam, const StepResultView& result, int32_t row);
   void finish_search(Request& request);
-  void end_with_error(Stream& stream, std::string_view message);
+  void end_with_error(Stream& stream, std::string_view message, std::string_view reason = "error");
   void finish_stream(Stream& stream);
   void reap();
   bool in_flight(const Request& request) const;

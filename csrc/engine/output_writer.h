@@ -5,11 +5,12 @@
 //   [key, sample_index, token_ids, text, finish_reason, stop_reason, logprobs, num_cached_tokens,
 //   message(, prompt_logprobs, vector)]
 // with what is new since the sequence's last output; finish_reason is nil or "stop", "length",
-// "error", "queue_full" or "refused"; stop_reason is nil, a token id or the stop string; logprobs
-// is nil or a list of [logprob, rank, top_ids, top_logprobs], one per token id; message is nil or
-// why the request failed. The last two are there only with a sequence's first output, if that has
-// any: prompt_logprobs is a list like logprobs, of the prompt's tokens from the first one asked
-// for; vector is the bytes of float32s, or nil.
+// "error", "impossible" (an error that is the request's own), "queue_full" or "refused";
+// stop_reason is nil, a token id or the stop string; logprobs is nil or a list of [logprob, rank,
+// top_ids, top_logprobs], one per token id; message is nil or why the request failed. The last two
+// are there only with a sequence's first output, if that has any: prompt_logprobs is a list like
+// logprobs, of the prompt's tokens from the first one asked for; vector is the bytes of float32s,
+// or nil.
 #pragma once
 
 #include <cstdint>

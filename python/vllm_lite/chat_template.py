@@ -98,6 +98,10 @@ def render(
     """
     special_tokens = special_tokens or {}
     kwargs = template_kwargs or {}
+    if not isinstance(kwargs, Mapping):
+        raise ChatTemplateError(
+            f"chat template arguments must be a dictionary, got {type(kwargs).__name__}"
+        )
     compiled = _compile(template)
     reserved = _RESERVED | set(special_tokens) | set(compiled.environment.globals)
     if clash := sorted(set(kwargs) & reserved):
@@ -112,7 +116,9 @@ def render(
     chat = _normalize(messages)
     last_content = _tag_last_message(chat) if continue_final_message else ""
     if tools is not None:
-        if isinstance(tools, str) or not all(isinstance(tool, Mapping) for tool in tools):
+        if not isinstance(tools, (list, tuple)) or not all(
+            isinstance(tool, Mapping) for tool in tools
+        ):
             raise ChatTemplateError("tools must be a list of objects")
         check_nesting(tools, "tools")
         tools = _plain(list(tools), "tools")
@@ -166,7 +172,10 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise ChatTemplateError(f"{where}.role must be a string, got {plain.get('role')!r:.80}")
     if "content" in plain:
         plain["content"] = _content_text(plain["content"], f"{where}.content")
-    for i, call in enumerate(plain.get("tool_calls", [])):
+    calls = plain.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise ChatTemplateError(f"{where}.tool_calls must be a list, got {calls!r:.80}")
+    for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise ChatTemplateError(f"{where}.tool_calls[{i}] must be an object with a function")

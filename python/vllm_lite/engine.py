@@ -9,7 +9,7 @@ from typing import Any, Self
 from vllm_lite.chat_template import load_chat_template
 from vllm_lite.clients import CoreClient, InProcessClient, ProcessClient
 from vllm_lite.config import EngineConfig
-from vllm_lite.errors import EngineDeadError, EngineError, QueueFullError
+from vllm_lite.errors import EngineDeadError, EngineError, ImpossibleError, QueueFullError
 from vllm_lite.messages import AbortRequests, CoreStats, EngineOutputs, SequenceOutput
 from vllm_lite.model_config import ModelConfig, load_model_config
 from vllm_lite.model_files import ModelFiles, find_model
@@ -290,6 +290,8 @@ def failure_of(output: SequenceOutput) -> Exception:
         return QueueFullError(message)
     if output.finish_reason == "refused":
         return ValueError(message)
+    if output.finish_reason == "impossible":
+        return ImpossibleError(message)
     return EngineError(message)
 
 

@@ -5,6 +5,10 @@ class EngineError(RuntimeError):
     """The request failed inside the engine; others go on."""
 
 
+class ImpossibleError(EngineError):
+    """What the request asks of its output cannot be fulfilled, which showed while it ran."""
+
+
 class EngineDeadError(EngineError):
     """The engine cannot serve anything: it is down, restarting or closed."""
 

@@ -7,10 +7,14 @@ refuses here, no request carries further. The worker compiles it against the mod
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from decimal import Decimal
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -20,6 +24,7 @@ MAX_GRAMMAR_BYTES = 1 << 16
 MAX_COMPILED_BYTES = 1 << 18  # as it travels, with more characters escaped
 # llguidance recurses into these, on a thread's stack: 64 KiB of text could otherwise end it.
 MAX_SCHEMA_DEPTH = 2048  # of the schema and of each of its definitions, added up
+STACK_BYTES = 64 << 20  # a level has been seen to take 5 KiB; only what is used takes memory
 MAX_RULES = 1024
 MAX_CHOICES = 4096
 # The automaton of a multiple has as many states as this number (of several: as their product).
@@ -32,8 +37,37 @@ MAX_PASSES = 64  # until it is known which of a schema's definitions have output
 WHITE_SPACE = r"[ \n\r\t]{1,64}"
 
 _NO_TEXT_FITS = "no text can fulfil it"
+_DRAFTS_WITH_ID = ("draft-03", "draft-04")  # where it is called so, without $
+
+P = ParamSpec("P")
+_stack_size_lock = threading.Lock()
 
 
+@contextmanager
+def large_stacks() -> Iterator[None]:
+    """Threads that are started inside have room for llguidance's recursion."""
+    with _stack_size_lock:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)
+
+
+def _on_large_stack(
+    compile: Callable[Concatenate[str, P], str],
+) -> Callable[Concatenate[str, P], str]:
+    @wraps(compile)
+    def wrapper(name: str, /, *args: P.args, **kwargs: P.kwargs) -> str:
+        with ThreadPoolExecutor(1, thread_name_prefix="vllm-lite-grammar") as pool:
+            with large_stacks():
+                future = pool.submit(compile, name, *args, **kwargs)
+            return future.result()
+
+    return wrapper
+
+
+@_on_large_stack
 def json_grammar(name: str, schema: object) -> str:
     """The grammar of a JSON schema: an object, or the text of one. ``ValueError`` begins with
     ``name``, as that of all functions here does.
@@ -41,6 +75,7 @@ def json_grammar(name: str, schema: object) -> str:
     return _checked(name, _schema_grammar(name, schema))
 
 
+@_on_large_stack
 def regex_grammar(name: str, pattern: object) -> str:
     """The whole output matches; syntax and meaning are those of Rust's regex crate."""
     text = _text(name, pattern)
@@ -48,6 +83,7 @@ def regex_grammar(name: str, pattern: object) -> str:
     return _checked(name, _matcher().grammar_from_regex(text))
 
 
+@_on_large_stack
 def choice_grammar(name: str, choices: object) -> str:
     """The output is one of the texts."""
     if not isinstance(choices, (list, tuple)) or not 1 <= len(choices) <= MAX_CHOICES:
@@ -60,6 +96,7 @@ def choice_grammar(name: str, choices: object) -> str:
     return _checked(name, _matcher().grammar_from_regex(pattern))
 
 
+@_on_large_stack
 def rules_grammar(name: str, rules: object) -> str:
     """A grammar in llguidance's Lark dialect, or in GBNF (``root ::= ...``)."""
     from llguidance.gbnf_to_lark import any_to_lark
@@ -170,6 +207,7 @@ def _check_schema(name: str, schema: object) -> None:
                     continue
                 below += value.values()
                 schemas[id(value)] = value
+                _check_names(name, value, schema)
                 reference = value.get("$ref")
                 if isinstance(reference, str):
                     target = _target(schema, reference)
@@ -206,6 +244,25 @@ def _check_schema(name: str, schema: object) -> None:
             f"{name} has too large a multipleOf: its digits, or the product of those of several, "
             f"must be at most {MAX_MULTIPLE}"
         )
+
+
+def _check_names(name: str, value: Mapping[str, object], root: object) -> None:
+    """What is checked here must be what llguidance follows: places are named by their pointers in
+    the whole schema, and by nothing else.
+    """
+    reference = value.get("$ref")
+    if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
+        raise ValueError(
+            f"{name} has the $ref {reference[:80]!r}: it must be '#' or '#/...', a place in the "
+            "schema itself"
+        )
+    if value is root:
+        return
+    draft = root.get("$schema") if isinstance(root, Mapping) else None
+    old = isinstance(draft, str) and any(old in draft for old in _DRAFTS_WITH_ID)
+    for key in ("$id", "$schema", "id") if old else ("$id", "$schema"):
+        if isinstance(value.get(key), str):
+            raise ValueError(f"{name} has {key} below its root, which is not supported")
 
 
 def _check_ends(name: str, root: object, schemas: list[Mapping[str, object]]) -> None:
@@ -275,13 +332,11 @@ def _digits(number: float) -> int:
 
 
 def _target(schema: object, reference: str) -> object:
-    """What a reference inside the schema points to; None for any other, which llguidance judges."""
+    """What a reference points to; None if there is nothing, which llguidance says, too."""
     if reference == "#":
         return schema
-    if not reference.startswith("#/"):
-        return None
     value = schema
-    for part in reference[2:].split("/"):
+    for part in urllib.parse.unquote(reference)[2:].split("/"):
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(value, Mapping):
             value = value.get(key)

@@ -2,8 +2,8 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self, TypeVar, cast
 
 from msgspec.structs import replace
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -27,6 +27,7 @@ from vllm_lite.stats import EngineStats
 from vllm_lite.tokenizer import Tokenizer
 
 Message = dict[str, Any]
+P = TypeVar("P", bound=Params)
 
 
 class LLM:
@@ -65,14 +66,7 @@ class LLM:
         prompt_list = _as_list(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            params = [sampling_params] * len(prompt_list)
-        elif isinstance(sampling_params, Mapping):
-            raise TypeError("sampling_params must be SamplingParams or a list of them, got a dict")
-        else:
-            params = list(sampling_params)
-        if len(params) != len(prompt_list):
-            raise ValueError(f"{len(params)} sampling_params for {len(prompt_list)} prompts")
+        params = _of_each("sampling_params", sampling_params, SamplingParams, len(prompt_list))
         priorities = [0] * len(prompt_list) if priority is None else list(priority)
         if len(priorities) != len(prompt_list):
             raise ValueError(f"{len(priorities)} priorities for {len(prompt_list)} prompts")
@@ -89,6 +83,11 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or several; the model's chat template makes the prompts."""
+        if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+            raise ValueError(
+                "messages must be a list of messages, or of conversations, got "
+                f"{type(messages).__name__}"
+            )
         if messages and isinstance(messages[0], dict):
             conversations = [messages]
         else:
@@ -115,12 +114,7 @@ class LLM:
         prompt_list = _as_list(prompts)
         if pooling_params is None:
             pooling_params = PoolingParams()
-        if isinstance(pooling_params, PoolingParams):
-            params: list[Params] = [pooling_params] * len(prompt_list)
-        else:
-            params = list(pooling_params)
-        if len(params) != len(prompt_list):
-            raise ValueError(f"{len(params)} pooling_params for {len(prompt_list)} prompts")
+        params = _of_each("pooling_params", pooling_params, PoolingParams, len(prompt_list))
         outputs = self._run(prompt_list, params, [0] * len(prompt_list), use_tqdm)
         return cast(list[PoolingRequestOutput], outputs)
 
@@ -167,6 +161,8 @@ class LLM:
         prompts: as for ``generate``. Raises what ``generate`` raises, and ``EngineError`` if a
         search failed while it ran.
         """
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
         sampling_params = params.sampling_params()
         decode = self.engine.tokenizer.decode
         results = []
@@ -304,9 +300,29 @@ def num_samples(params: Params) -> int:
     return params.num_samples if isinstance(params, SamplingParams) else 1
 
 
+def _of_each(name: str, given: P | Sequence[P], kind: type[P], count: int) -> list[P]:
+    """As many as there are prompts."""
+    if isinstance(given, kind):
+        return [given] * count
+    params: list[P] = list(given) if isinstance(given, Iterable) else [given]
+    for one in params:
+        if not isinstance(one, kind):
+            raise TypeError(
+                f"{name} must be {kind.__name__} or a list of them, got {type(one).__name__}"
+            )
+    if len(params) != count:
+        raise ValueError(f"{len(params)} {name} for {count} prompts")
+    return params
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(
+            "prompts must be text, token ids, a dictionary or a list of these, got "
+            f"{type(prompts).__name__}"
+        )
     if prompts and all(type(item) is int for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

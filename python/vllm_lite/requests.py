@@ -50,7 +50,7 @@ def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, l
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
         if unknown:
-            raise ValueError(f"prompt has unsupported keys: {', '.join(sorted(unknown))}")
+            raise ValueError(f"prompt has unsupported keys: {', '.join(sorted(map(str, unknown)))}")
         salt_value = prompt.get("cache_salt") or ""
         if not isinstance(salt_value, str):
             raise ValueError("cache_salt must be a string")

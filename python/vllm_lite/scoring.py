@@ -22,8 +22,7 @@ def pair_up(queries: str | Sequence[str], documents: str | Sequence[str]) -> lis
 
     ``ValueError`` for other numbers of them.
     """
-    asked = [queries] if isinstance(queries, str) else list(queries)
-    given = [documents] if isinstance(documents, str) else list(documents)
+    asked, given = _texts("queries", queries), _texts("documents", documents)
     if not asked or not given:
         raise ValueError("there must be at least one query and one document")
     if len(asked) == 1:
@@ -33,6 +32,16 @@ def pair_up(queries: str | Sequence[str], documents: str | Sequence[str]) -> lis
             f"{len(asked)} queries for {len(given)} documents: give one query, or one per document"
         )
     return list(zip(asked, given, strict=True))
+
+
+def _texts(name: str, value: str | Sequence[str]) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, bytes) or not isinstance(texts, Sequence):
+        raise ValueError(f"{name} must be a text or a list of texts, got {type(value).__name__}")
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ValueError(f"{name}[{index}] must be a text, got {text!r:.80}")
+    return list(texts)
 
 
 def score_prompt(

@@ -210,7 +210,7 @@ def _read_file(path: str, actions: Mapping[str, argparse.Action]) -> dict[str, A
             content = yaml.safe_load(file)
     except OSError as error:
         raise ValueError(f"config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except Exception as error:  # of its own class, or whatever its constructors stumbled over
         raise ValueError(f"config {path}: not valid YAML: {error}") from None
     if content is None:
         return {}

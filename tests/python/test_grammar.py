@@ -1,12 +1,16 @@
 """What StructuredOutputsParams takes and refuses; engine/test_structured_outputs.py has outputs."""
 
 import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher
 
+import vllm_lite
 from vllm_lite import SamplingParams
 from vllm_lite.grammar import MAX_GRAMMAR_BYTES, _bytes_tokenizer, limits
 from vllm_lite.sampling_params import StructuredOutputsParams
@@ -196,6 +200,57 @@ def test_cycles_and_depth_end_in_finite_time(schema: Any) -> None:
 def test_a_schema_into_which_an_output_could_run_without_an_end_is_refused(schema: Any) -> None:
     with pytest.raises(ValueError, match="could not end"):
         StructuredOutputsParams(json=schema)
+
+
+@pytest.mark.case("SEC-10")
+def test_the_deepest_schema_leaves_room_on_the_stack() -> None:
+    """It ended the process: 8 MiB held 1,700 levels of ``items``."""
+    link = json.dumps(nested(100)).replace("{}", '{"$ref":"#/$defs/NEXT"}')
+    program = (
+        "import sys; from vllm_lite.sampling_params import StructuredOutputsParams as Params\n"
+        "print(len(Params(json=sys.argv[1]).compiled))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program, chain(19, link)],
+        env={"PYTHONPATH": str(Path(vllm_lite.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) > 0
+
+
+@pytest.mark.case("SEC-10")
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$anchor": "q", "properties": {"a": {"$ref": "#q"}}, "required": ["a"]},
+        {"$id": "http://x/a", "properties": {"a": {"$ref": "a"}}, "required": ["a"]},
+        {"properties": {"a": {"$ref": ""}}, "required": ["a"]},
+        {"$ref": "http://x/", "$defs": {"a": {"$id": "http://x/", "$ref": "#"}}},
+        {"properties": {"a": {"$id": "http://x/", "$ref": "#"}}},
+        {
+            "$schema": "http://json-schema.org/draft-04/schema#",
+            "properties": {"a": {"id": "http://x/", "$ref": "#"}},
+        },
+        {"$ref": "#/$defs/a%20b", "$defs": {"a b": {"allOf": [{"$ref": "#/%24defs/a%20b"}]}}},
+    ],
+    ids=range(7),
+)
+def test_no_reference_goes_past_the_checks(schema: Any) -> None:
+    """Anchors, ids and escapes hid depth and cycles, which llguidance then followed."""
+    with pytest.raises(ValueError, match=r"\$ref|\$?id below its root|could not end"):
+        StructuredOutputsParams(json=schema)
+
+
+def test_a_pointer_may_have_escapes_and_a_root_an_id() -> None:
+    schema = {
+        "$id": "http://x/y",
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$defs": {"a b": {"const": 1}},
+        "properties": {"$ref": {"$ref": "#/$defs/a%20b"}},
+    }
+    assert accepts('{"$ref": 1}', json=schema) and not accepts('{"$ref": 2}', json=schema)
 
 
 @pytest.mark.case("SEC-10")

@@ -5,6 +5,7 @@ error, is the one that the server would give.
 """
 
 import asyncio
+import codecs
 import logging
 import secrets
 import sys
@@ -132,9 +133,11 @@ class Batch:
             out.flush()
             bar.update()
 
+        mark = codecs.BOM_UTF8  # some editors begin a file with it
         try:
             # In a thread: a pipe may let us wait, and answers go on meanwhile.
             while line := await asyncio.to_thread(lines.readline):
+                line, mark = line.removeprefix(mark), b""
                 if not line.strip():
                     continue
                 if len(under_way) >= self._window:

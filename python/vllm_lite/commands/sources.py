@@ -62,14 +62,20 @@ class Server:
             path, body["prompt"] = "/v1/completions", prompt
         else:
             path, body["messages"] = "/v1/chat/completions", prompt
-        connection, response = self._request("POST", path, json.dumps(body))
+        try:
+            data = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError:
+            raise AnswerError("the text has bytes that are not UTF-8") from None
+        except ValueError:
+            raise AnswerError("temperature and top_p must be finite numbers") from None
+        connection, response = self._request("POST", path, data)
         try:
             for line in response:
-                data = line.strip().removeprefix(b"data:").strip()
-                if data == b"[DONE]":
+                event = line.strip().removeprefix(b"data:").strip()
+                if event == b"[DONE]":
                     return
                 if line.startswith(b"data:"):
-                    yield _piece(json.loads(data))
+                    yield _piece(json.loads(event))
             raise AnswerError("the server ended the stream before its end")
         except (OSError, http.client.HTTPException) as error:
             raise AnswerError(f"the connection broke: {error}") from None
@@ -90,7 +96,7 @@ class Server:
         return str(models[0]["id"])
 
     def _request(
-        self, method: str, path: str, body: str | None = None
+        self, method: str, path: str, body: bytes | None = None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """A 200; anything else is an ``AnswerError`` with the server's message."""
         secure = self._parts.scheme == "https"

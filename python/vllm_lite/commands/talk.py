@@ -1,5 +1,7 @@
 """What ``chat`` and ``complete`` share: options, and answers that are shown as they come."""
 
+import io
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -51,6 +53,15 @@ def run(
     ``talk(source, all options, sampling options)``.
     """
     add_engine_options(parser)
+    if sys.stderr is None:  # print() would take standard output in its place
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        print(f"{parser.prog}: standard output is closed", file=sys.stderr)
+        return 1
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may know few characters
+        sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper):  # what is no text is refused where it is sent
+        sys.stdin.reconfigure(errors="surrogateescape")
     try:
         settings = read(parser, argv)
         values = settings.values
@@ -93,11 +104,14 @@ def show(source: Source, prompt: str | list[Message], options: dict[str, Any]) -
             num_tokens = piece.num_tokens or num_tokens
     except KeyboardInterrupt:
         stopped = True
+    except OSError as error:
+        raise AnswerError(f"standard output: {error.strerror}") from None
     finally:
         pieces.close()  # type: ignore[attr-defined]
         if text and not text.endswith("\n"):
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            with suppress(OSError):
+                sys.stdout.write("\n")
+                sys.stdout.flush()
     figures = [f"{num_tokens} tokens"]
     if first is not None and last is not None:
         if num_tokens > num_first and last > first:

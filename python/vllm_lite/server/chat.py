@@ -10,7 +10,7 @@ from vllm_lite.outputs import CompletionOutput, PromptLogprobs
 from vllm_lite.sampling_params import SamplingParams
 from vllm_lite.server.body import decode
 from vllm_lite.server.conversation import echoed_text, encode_conversation
-from vllm_lite.server.errors import bad_request
+from vllm_lite.server.errors import ApiError, bad_request
 from vllm_lite.server.generation import Job, PromptResult, Renderer, make_job
 from vllm_lite.server.logprobs import LogprobsWriter, prompt_list
 from vllm_lite.server.protocol import (
@@ -70,10 +70,13 @@ def make_chat_job(state: ServerState, request: ChatRequest, prefix: str) -> tupl
         may_be_zero=request.prompt_logprobs is not None,
     )
     check_token_ids(token_ids, engine.model_config.vocab_size, "messages")
-    params = sampling_params(
-        request, engine, logprobs=logprobs, prompt_logprobs=request.prompt_logprobs,
-        max_tokens=length,
-    )  # fmt: skip
+    try:
+        params = sampling_params(
+            request, engine, logprobs=logprobs, prompt_logprobs=request.prompt_logprobs,
+            max_tokens=length,
+        )  # fmt: skip
+    except ApiError as error:
+        raise error.renamed({"logprobs": "top_logprobs"}) from error
     plan, params = plan_output(state, request, tools, token_ids, params)
     job = make_job(
         request, prefix, model=model, prompts=[token_ids], params=for_prompts(params, [length])

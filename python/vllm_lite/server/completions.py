@@ -56,6 +56,8 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "CompletionRenderer"]
         if not ids:
             raise bad_request("prompt: empty; it must have at least one token", "prompt")
     token_ids = [truncated(request, ids, engine.config.max_model_len) for ids in token_ids]
+    if request.echo and request.logprobs is not None and request.use_beam_search:
+        raise bad_request("echo: with logprobs it cannot be combined with use_beam_search", "echo")
     of_prompt = [request.prompt_logprobs, request.logprobs if request.echo else None]
     counts = [count for count in of_prompt if count is not None]
     lengths = [

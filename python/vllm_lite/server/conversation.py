@@ -7,7 +7,14 @@ import msgspec
 
 from vllm_lite.server.body import check_nesting
 from vllm_lite.server.errors import bad_request, show
-from vllm_lite.server.protocol import ChatRequest, ContentPart, Message, Tool, ToolCall
+from vllm_lite.server.protocol import (
+    ChatRequest,
+    ContentPart,
+    FunctionCall,
+    Message,
+    Tool,
+    ToolCall,
+)
 from vllm_lite.server.sampling import refuse_unsupported, truncated
 from vllm_lite.server.state import ServerState
 from vllm_lite.server.tools import check_tools
@@ -158,15 +165,19 @@ def text_of(content: str | list[ContentPart], where: str) -> str:
     return "\n".join(texts)
 
 
-def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
-    arguments = call.function.arguments
-    param = f"{where}.function.arguments"
+def arguments_of(function: FunctionCall, param: str) -> dict[str, Any]:
+    arguments = function.arguments
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
             raise bad_request(f"{param}: not a JSON object: {error}", param) from error
-    check_nesting(arguments, param)
+    check_nesting([[[[arguments]]]], param)  # as it lies in its message
+    return arguments
+
+
+def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
+    arguments = arguments_of(call.function, f"{where}.function.arguments")
     out: dict[str, Any] = {
         "type": "function",
         "function": {"name": call.function.name, "arguments": arguments},

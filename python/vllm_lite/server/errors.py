@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from vllm_lite.errors import EngineDeadError, EngineError, QueueFullError
+from vllm_lite.errors import EngineDeadError, EngineError, ImpossibleError, QueueFullError
 from vllm_lite.sampling_params import SamplingParams
 
 
@@ -69,23 +69,21 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def renamed(self, names: Mapping[str, str]) -> "ApiError":
-        """The same about a request whose fields have other names: ``names`` by those here."""
-        param = self.info.param or ""
-        field = re.split(r"[.\[]", param, maxsplit=1)[0]
-        other = names.get(field)
-        if other is None:
-            return self
-        message = self.info.message
-        if message.startswith(field):
-            message = other + message.removeprefix(field)
-        return ApiError(
-            self.status,
-            message,
-            type=self.info.type,
-            param=other,
-            code=self.info.code,
-            headers=self.headers,
-        )
+        """The same about a request whose fields have other names: ``names`` by expressions for the
+        beginning of a field's path here.
+        """
+        message, param = self.info.message, self.info.param or ""
+        for here, there in names.items():
+            if re.match(here, param):
+                return ApiError(
+                    self.status,
+                    re.sub(rf"\A{here}", there, message),
+                    type=self.info.type,
+                    param=re.sub(rf"\A{here}", there, param),
+                    code=self.info.code,
+                    headers=self.headers,
+                )
+        return self
 
     def body(self, path: str = "") -> bytes:
         """In the shape that the route has."""
@@ -129,6 +127,8 @@ def from_exception(error: Exception, *, started: bool = False) -> ApiError | Non
                 code="rate_limit_exceeded",
                 headers={"retry-after": str(seconds)},
             )
+        case ImpossibleError():
+            return bad_request(str(error))
         case EngineDeadError():
             return unavailable(str(error) or "the engine is not running")
         case EngineError():

@@ -51,10 +51,12 @@ from vllm_lite.server.state import ServerState
 
 # The names that the chat path gives to fields of this request.
 _NAMES = {
-    "max_completion_tokens": "max_tokens",
-    "reasoning_effort": "output_config",
-    "response_format": "output_config",
-    "continue_final_message": "messages",
+    r"max_completion_tokens": "max_tokens",
+    r"reasoning_effort": "output_config",
+    r"response_format(\.json_schema)?": "output_config.format",
+    r"continue_final_message": "messages",
+    r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
+    r"(tools\[\d+\])\.function": r"\1",
 }
 
 _decoder = msgspec.json.Decoder(MessagesRequest)

@@ -12,7 +12,7 @@ from vllm_lite.sampling_params import SamplingParams
 from vllm_lite.server.blocks import Block, BlockReader, Change, Closed, Grown, Kind, Opened
 from vllm_lite.server.body import check_nesting, decode
 from vllm_lite.server.chat import make_chat_job
-from vllm_lite.server.conversation import text_of
+from vllm_lite.server.conversation import arguments_of, text_of
 from vllm_lite.server.errors import ApiError, bad_request, show
 from vllm_lite.server.generation import Job, Renderer
 from vllm_lite.server.protocol import (
@@ -60,10 +60,11 @@ from vllm_lite.server.tools import count_reasoning
 
 # The names that the chat path gives to fields of this request.
 _NAMES = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning",
-    "response_format": "text",
+    r"messages(\[\d+\])?": "input",
+    r"max_completion_tokens": "max_output_tokens",
+    r"reasoning_effort": "reasoning",
+    r"response_format(\.json_schema)?": "text.format",
+    r"(tools\[\d+\])\.function": r"\1",
 }
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)
@@ -141,7 +142,9 @@ def _add_to_turn(turn: Message, item: InputItem, where: str, names: dict[str, st
             call_id = _need(item, "call_id", where)
             arguments = _need(item, "arguments", where)
             names[call_id] = name
-            call = ToolCall(id=call_id, function=FunctionCall(name=name, arguments=arguments))
+            function = FunctionCall(name=name, arguments=arguments)
+            function.arguments = arguments_of(function, f"{where}.arguments")
+            call = ToolCall(id=call_id, function=function)
             turn.tool_calls = [*(turn.tool_calls or []), call]
         case _:
             raise bad_request(

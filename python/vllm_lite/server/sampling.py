@@ -192,6 +192,10 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | 
         names = " and ".join(asked)
         raise bad_request(f"{names}: only one of them can be given", next(reversed(asked)))
     for name, (kind, value) in asked.items():
+        if request.use_beam_search:
+            raise bad_request(
+                f"{name}: cannot be combined with use_beam_search", name.partition(".")[0]
+            )
         try:
             return StructuredOutputsParams(**{kind: value})
         except ValueError as error:

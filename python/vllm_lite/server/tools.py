@@ -104,7 +104,7 @@ def _names(choice: ToolChoice) -> list[str]:
 
 
 def _check_parameters(parameters: dict[str, Any] | None, where: str) -> None:
-    check_nesting(parameters, where)
+    check_nesting([[[parameters]]], where)  # as it lies in the list of tools
     kind = (parameters or {}).get("type", "object")
     if kind != "object":
         raise bad_request(f"{where}.type: must be 'object', got {show(kind)}", where)
@@ -183,6 +183,10 @@ def _thinks(
 
 
 def _constrained(params: SamplingParams, schema: dict[str, Any]) -> SamplingParams:
+    if params.use_beam_search:
+        raise bad_request(
+            "tool_choice: a call cannot be demanded together with use_beam_search", "tool_choice"
+        )
     if params.structured_outputs is not None:
         raise bad_request(
             "tool_choice: the output cannot be a call and at the same time what response_format,"
@@ -241,7 +245,10 @@ def _calls_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
     calls = []
     definitions = {}
     for index, tool in enumerate(tools):
-        definitions[str(index)] = _moved(_parameters(tool), f"#/$defs/{index}")
+        parameters = _parameters(tool)
+        for name in ("$id", "$schema"):  # they belong at a root
+            parameters.pop(name, None)
+        definitions[str(index)] = _moved(parameters, f"#/$defs/{index}")
         properties = {
             "name": {"const": tool.function.name},
             "parameters": {"$ref": f"#/$defs/{index}"},

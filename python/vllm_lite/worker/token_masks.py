@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_lite.grammar import limits
+from vllm_lite.grammar import large_stacks, limits
 from vllm_lite.messages import TokenConstraint, decode_constraint
 from vllm_lite.token_table import KIND_SPECIAL
 from vllm_lite.tokenizer import Tokenizer
@@ -151,6 +151,8 @@ class TokenMasks:
         untaken, self._untaken = self._untaken, []
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-lite-masks")
+            with large_stacks():
+                self._thread.submit(int)  # starts the thread
         return self._thread.submit(self._make, untaken, gone, new, self._sampled, plan.num_logits)
 
     def launched(self, result: PendingResult) -> None:

@@ -1,5 +1,6 @@
 """``chat`` and ``complete``: with a server, with a model, typed, piped, and interrupted."""
 
+import errno
 import io
 import os
 import re
@@ -81,6 +82,39 @@ def test_nothing_piped_is_nothing_to_answer(
         assert chat.main(at_server(live)) == 1
         assert "nothing to answer" in capsys.readouterr().err
     assert live.engine.calls == []
+
+
+def test_a_terminal_of_few_characters_and_bytes_that_are_no_text(
+    live: LiveServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live.engine.script = Script("né")
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", narrow)
+        assert complete.main(at_server(live, "-q", "a", "--max-tokens", "9")) == 0
+    assert narrow.buffer.getvalue() == b"n?\n"  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    assert complete.main(at_server(live)) == 1
+    assert "not UTF-8" in capsys.readouterr().err
+    assert chat.main(at_server(live, "-q", "a", "--temperature", "nan")) == 1
+    assert "finite" in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written_is_an_error(
+    live: LiveServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Full())
+        assert complete.main(at_server(live, "-q", "a")) == 1
+    assert "No space left" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert complete.main(at_server(live, "-q", "a")) == 1
+    assert "standard output is closed" in capsys.readouterr().err
 
 
 def test_typed_conversation_goes_on_after_an_error(

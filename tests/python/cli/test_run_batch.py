@@ -61,6 +61,11 @@ def test_answers_are_the_servers_and_keep_the_order() -> None:
     assert body["choices"][0]["message"]["content"] == "Hello, world"
 
 
+def test_a_mark_at_the_beginning_of_the_file_is_no_part_of_its_first_line() -> None:
+    (found,) = answers(SmallEngine(), "\ufeff" + line("a", {"prompt": "x"}))
+    assert found["custom_id"] == "a" and found["response"]["status_code"] == 200
+
+
 def test_errors_of_requests_are_the_servers() -> None:
     found = answers(
         SmallEngine(),

@@ -118,6 +118,10 @@ def test_every_option_can_come_from_each_source(tmp_path: Path) -> None:
         ("kv-cache-memory: lots", "kv-cache-memory: not a number of bytes"),
         ("- port", "must be a mapping"),
         ("port: {", "not valid YAML"),
+        ("[" * 5000, "not valid YAML"),
+        ("port: 2020-13-45", "not valid YAML"),
+        ("port: !!timestamp x", "not valid YAML"),
+        ("port: " + "9" * 5000, "port: |not valid YAML"),
         ("a: !!python/object/apply:os.system ['true']", "not valid YAML"),
     ],
 )

@@ -293,7 +293,9 @@ def test_a_score_is_the_mean_probability_of_the_query(llm: LLM, reference: Any) 
 @pytest.mark.parametrize(
     ("queries", "documents", "words"),
     [([], ["a"], "at least one"), ("a", [], "at least one"), ("", "a", "query is empty"),
-     (["a", "b"], ["c"], "2 queries for 1 documents")],
+     (["a", "b"], ["c"], "2 queries for 1 documents"), (None, "a", "queries must be"),
+     ("a", b"b", "documents must be"), ("a", [None], r"documents\[0\] must be"),
+     ([["a"]], "a", r"queries\[0\] must be"), ("a", {"a"}, "documents must be")],
 )  # fmt: skip
 def test_wrong_pairs_are_refused(llm: LLM, queries: Any, documents: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -6,7 +6,7 @@ import pytest
 
 from engine.calls import GREEDY, greedy, ids_of, run
 from tiny_model import EOS, MAX_POSITIONS, VOCAB_SIZE, block_bytes
-from vllm_lite import LLM, Engine, SamplingParams
+from vllm_lite import LLM, BeamSearchParams, Engine, SamplingParams
 
 
 @pytest.mark.case("LEN-01", "LEN-05")
@@ -169,6 +169,29 @@ def test_what_is_no_sampling_params_is_named(llm: LLM, params: object) -> None:
     with pytest.raises(TypeError, match="sampling_params must be SamplingParams"):
         llm.generate(["The"], params, use_tqdm=False)
     assert not llm.engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("prompts", [None, 1, True, 1.5, [None], [b"a"], {1: 2}])
+def test_what_is_no_prompt_is_named(llm: LLM, prompts: Any) -> None:
+    beams = BeamSearchParams(beam_width=1, max_tokens=1)
+    for ask in (llm.generate, llm.embed, lambda given: llm.beam_search(given, beams)):
+        with pytest.raises(ValueError, match="prompt"):
+            ask(prompts)
+    with pytest.raises(ValueError, match="messages"):
+        llm.chat(prompts)
+
+
+def test_params_of_another_kind_are_named(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="pooling_params must be PoolingParams"):
+        llm.embed("a", GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="params must be BeamSearchParams"):
+        llm.beam_search("a", GREEDY)  # type: ignore[arg-type]
+    message = {"role": "user", "content": "x"}
+    for options in ({"tools": 5}, {"chat_template_kwargs": 5}):
+        with pytest.raises(ValueError, match=r"tools must be|arguments must be"):
+            llm.chat([message], GREEDY, False, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tool_calls must be a list"):
+        llm.chat([{**message, "tool_calls": 5}], GREEDY, False)
 
 
 @pytest.mark.parametrize("value", [1e-6, 1e6])

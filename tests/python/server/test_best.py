@@ -151,3 +151,30 @@ def test_the_models_sampling_defaults_are_none_of_a_beam_search(client: Client) 
     params: SamplingParams = client.engine.calls[0].params
     assert (params.n, params.length_penalty, params.early_stopping) == (3, 0.5, "never")
     assert (params.use_beam_search, params.top_p) == (True, 1.0)
+
+
+def test_what_cannot_be_fulfilled_is_the_requests_fault(tiny: Client) -> None:
+    """It was a 500, though another field of the same request was the cause."""
+    impossible = {"structured_outputs": {"regex": "ab"}, "allowed_token_ids": [EOS]}
+    for fields in ({}, {"n": 3}, {"best_of": 2}):
+        refused(tiny.complete(**impossible, **fields), 400, None, "allowed_token_ids")
+    late = {"structured_outputs": {"regex": "[a-z]{3}b"}, "bad_words": ["b"], "max_tokens": 40}
+    assert '"type":"invalid_request_error"' in tiny.complete(stream=True, **late).text
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "param"),
+    [
+        ("complete", {"echo": True, "logprobs": 0}, "echo"),
+        ("complete", {"prompt_logprobs": 0}, "prompt_logprobs"),
+        ("complete", {"logprobs": 2}, "logprobs"),
+        ("chat", {"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+        ("chat", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("chat", {"guided_regex": "a"}, "guided_regex"),
+    ],
+)
+def test_what_a_search_cannot_take_is_named_as_it_was_sent(
+    tiny: Client, endpoint: str, fields: dict[str, Any], param: str
+) -> None:
+    error = refused(getattr(tiny, endpoint)(**BEAMS, **fields), 400, param, "use_beam_search")
+    assert error["message"].startswith(param)

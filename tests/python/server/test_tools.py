@@ -242,6 +242,21 @@ def test_a_demanded_call_has_only_the_arguments_that_its_function_declares() -> 
         )
 
 
+def test_a_schema_with_an_id_is_part_of_another() -> None:
+    """Its references were looked for in the whole, which its id had made another's."""
+    parameters = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$id": "http://x/",
+        "properties": {"a": {"$ref": "#/definitions/a"}},
+        "definitions": {"a": {"const": 1}},
+    }
+    client = client_of("[]")
+    client.chat(tools=[tool(parameters=parameters)], tool_choice="required")
+    grammar = client.engine.calls[0].params.structured_outputs.compiled
+    assert accepts(grammar, '[{"name":"f","parameters":{"a":1}}]')
+    assert not accepts(grammar, '[{"name":"f","parameters":{"a":2}}]')
+
+
 def test_without_parallel_calls_there_is_one() -> None:
     client = client_of(f"{CALL_F}\n{CALL_G}")
     for stream in (False, True):
@@ -400,6 +415,10 @@ def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+def nested(levels: int) -> dict[str, Any]:
+    return {"x": nested(levels - 1)} if levels > 1 else {}
+
+
 def allowed(*names: str) -> dict[str, Any]:
     tools = {"mode": "auto", "tools": [named(name) for name in names]}
     return {"type": "allowed_tools", "allowed_tools": tools}
@@ -433,6 +452,8 @@ def allowed(*names: str) -> dict[str, Any]:
             {"tools": [tool(parameters={"not": {}})], "tool_choice": "required"},
             "tools",
         ),
+        ({"tools": [F], "tool_choice": "required", "use_beam_search": True}, "tool_choice"),
+        ({"tools": [tool(parameters=nested(98))]}, "tools[0].function.parameters"),
     ],
 )
 def test_what_is_wrong_with_tools_is_named(fields: dict[str, Any], param: str) -> None:
