@@ -32,6 +32,7 @@ from vllm_lite.server.protocol import (
 )
 from vllm_lite.server.sampling import (
     check_choices,
+    check_prompt_logprobs,
     check_token_ids,
     for_prompts,
     output_length,
@@ -70,6 +71,8 @@ def make_chat_job(state: ServerState, request: ChatRequest, prefix: str) -> tupl
         may_be_zero=request.prompt_logprobs is not None,
     )
     check_token_ids(token_ids, engine.model_config.vocab_size, "messages")
+    if request.prompt_logprobs is not None:
+        check_prompt_logprobs(len(token_ids), request.prompt_logprobs, "prompt_logprobs")
     try:
         params = sampling_params(
             request, engine, logprobs=logprobs, prompt_logprobs=request.prompt_logprobs,

@@ -19,6 +19,7 @@ from vllm_lite.server.protocol import (
 )
 from vllm_lite.server.sampling import (
     check_choices,
+    check_prompt_logprobs,
     check_token_ids,
     for_prompts,
     output_length,
@@ -60,6 +61,10 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "CompletionRenderer"]
         raise bad_request("echo: with logprobs it cannot be combined with use_beam_search", "echo")
     of_prompt = [request.prompt_logprobs, request.logprobs if request.echo else None]
     counts = [count for count in of_prompt if count is not None]
+    if counts:
+        told = (request.n or 1) if of_prompt[1] is not None else 1
+        name = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+        check_prompt_logprobs(told * sum(map(len, token_ids)), max(counts), name)
     lengths = [
         output_length(
             request, len(ids), engine.config.max_model_len, DEFAULT_MAX_TOKENS, "prompt",

@@ -52,6 +52,9 @@ _SAME = (
 )
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
+# Log-probabilities of prompts in one answer: each takes some 65 bytes of it.
+MAX_PROMPT_LOGPROBS = 1 << 20
+
 
 def shared_fields(request: SamplingFields) -> dict[str, Any]:
     """What requests of all endpoints that generate have in common."""
@@ -130,6 +133,17 @@ def check_choices(
         raise bad_request(
             f"{param}: {prompts} prompts x {n_name}={n} are {prompts * n} choices; this server's"
             f" limit is {limits[name]} ({name})",
+            param,
+        )
+
+
+def check_prompt_logprobs(num_tokens: int, num_top: int, param: str) -> None:
+    """num_tokens: of all prompts, as often as an answer tells of them; num_top: alternatives."""
+    entries = num_tokens * (1 + num_top)
+    if entries > MAX_PROMPT_LOGPROBS:
+        raise bad_request(
+            f"{param}: {num_tokens} prompt tokens with {num_top} alternatives each are {entries}"
+            f" log-probabilities; the limit is {MAX_PROMPT_LOGPROBS}",
             param,
         )
 

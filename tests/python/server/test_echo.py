@@ -7,6 +7,7 @@ import pytest
 
 from server.client import Client, events, refused
 from server.fakes import BOS, MASKED, prompt_logprob
+from vllm_lite.server import sampling
 
 
 def joined(chunks: list[dict[str, Any]], index: int) -> dict[str, Any]:
@@ -132,6 +133,27 @@ def test_more_prompt_logprobs_than_the_cap_are_refused(client: Client, value: in
         refused(ask(prompt_logprobs=value), 400, "prompt_logprobs", str(value), "20")
     refused(client.complete(logprobs=value), 400, "logprobs")
     assert client.engine.calls == []
+
+
+@pytest.mark.case("SEC-03")
+@pytest.mark.parametrize(
+    "fields", [{"prompt_logprobs": 20}, {"logprobs": 20, "echo": True, "n": 8}, {"logprobs": 20}]
+)
+def test_an_answer_has_a_bound_of_prompt_logprobs(
+    client: Client, monkeypatch: pytest.MonkeyPatch, fields: dict[str, object]
+) -> None:
+    fields = {"prompt": [[97] * 100] * 4, "max_tokens": 1, **fields}
+    copies = fields.get("n", 1)
+    is_told = "prompt_logprobs" in fields or "echo" in fields
+    limit = 4 * 100 * 21 * copies  # type: ignore[operator]
+    monkeypatch.setattr(sampling, "MAX_PROMPT_LOGPROBS", limit)
+    assert client.complete(**fields).status_code == 200
+    monkeypatch.setattr(sampling, "MAX_PROMPT_LOGPROBS", limit - 1)
+    answer = client.complete(**fields)
+    if is_told:
+        refused(answer, 400, "logprobs", str(limit))
+    else:
+        assert answer.status_code == 200
 
 
 def test_prompt_logprobs_are_not_streamed(client: Client) -> None:
