@@ -151,7 +151,8 @@ def test_an_answer_has_a_bound_of_prompt_logprobs(
     monkeypatch.setattr(sampling, "MAX_PROMPT_LOGPROBS", limit - 1)
     answer = client.complete(**fields)
     if is_told:
-        refused(answer, 400, "logprobs", str(limit))
+        name = "prompt_logprobs" if "prompt_logprobs" in fields else "logprobs"
+        refused(answer, 400, name, str(limit))
     else:
         assert answer.status_code == 200
 
