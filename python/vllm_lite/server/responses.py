@@ -74,6 +74,12 @@ def prepare(state: ServerState, body: bytes) -> tuple[Job, "ResponsesRenderer"]:
     """Parses, checks, templates and tokenises a body; runs in a thread. Raises ``ApiError``."""
     request = decode(_decoder, body)
     refuse_fields(request)
+    if "message.output_text.logprobs" in (request.include or ()):
+        raise bad_request(
+            "include: 'message.output_text.logprobs' is not supported by this server; leave it out",
+            "include",
+            "unsupported_parameter",
+        )
     try:
         job, plan = make_chat_job(state, to_chat(request), "resp_")
     except ApiError as error:

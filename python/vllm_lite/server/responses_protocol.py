@@ -104,7 +104,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: Metadata | None = None
 
-    include: Ignored = None
+    include: list[str] | None = None  # what there is of these is told anyway
     max_tool_calls: Ignored = None  # calls are the client's to carry out
 
     background: Unsupported = None

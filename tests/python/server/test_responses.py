@@ -153,6 +153,8 @@ def test_reasoning_effort_reaches_the_template(client: Client) -> None:
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
         ({"top_logprobs": 3}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": "x"}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),

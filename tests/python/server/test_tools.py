@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import llguidance
 import openai
 import pytest
 
@@ -147,8 +148,6 @@ def test_required_constrains_the_output_to_calls(template: str | None, stream: b
 
 
 def accepts(grammar: str, text: str) -> bool:
-    llguidance = pytest.importorskip("llguidance")
-
     class Bytes:
         eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
         tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
