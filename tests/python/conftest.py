@@ -1,8 +1,14 @@
 """Makes the helpers in this folder importable from every test. What holds for all folders."""
 
+import signal
 from pathlib import Path
 
 import pytest
+
+
+def pytest_configure() -> None:
+    # A shell's background jobs have it ignored, and their children, too; some tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
