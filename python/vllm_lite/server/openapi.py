@@ -138,7 +138,15 @@ def generation(
     out = takes(request, response, error)
     answer = out["responses"]["200"]
     answer["description"] = f"The answer; with stream true {event} after {event}, the last {last}"
-    answer["content"]["text/event-stream"] = {"schema": _ref(event)}
+    # Of one event, as OpenAPI 3.2 describes streams of them; [DONE] is no JSON.
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(event)}
+    answer["content"]["text/event-stream"] = {
+        "schema": {
+            "type": "object",
+            "required": ["data"],
+            "properties": {"event": {"type": "string"}, "data": data},
+        }
+    }
     return out
 
 
