@@ -408,32 +408,30 @@ def _bias(value: Any) -> dict[int, float]:
 
 
 def _stop_strings(value: Any) -> list[str]:
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, (list, tuple)):
+    if not isinstance(value, (str, list, tuple)):
         raise _error("stop", "must be a string or a list of strings", value)
-    if len(strings) > MAX_STOP_STRINGS:
-        raise _error("stop", f"must have at most {MAX_STOP_STRINGS} strings", len(strings))
-    for i, text in enumerate(strings):
-        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
-            requirement = f"must be a string of 1 to {MAX_STOP_CHARS} characters"
-            raise _error(f"stop[{i}]", requirement, text)
-        check_unicode(f"stop[{i}]", text)
-    return list(strings)
+    strings = [value] if isinstance(value, str) else value
+    return _strings("stop", strings, MAX_STOP_STRINGS, MAX_STOP_CHARS)
 
 
 def _bad_words(value: Any) -> list[str]:
     if not isinstance(value, (list, tuple)):
         raise _error("bad_words", "must be a list of strings", value)
-    if len(value) > MAX_BAD_WORDS:
-        raise _error("bad_words", f"must have at most {MAX_BAD_WORDS} strings", len(value))
-    for i, word in enumerate(value):
-        if not isinstance(word, str) or not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
-            requirement = f"must be a string of 1 to {MAX_BAD_WORD_CHARS} characters"
-            raise _error(f"bad_words[{i}]", requirement, word)
+    words = _strings("bad_words", value, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+    for i, word in enumerate(words):
         if not word.strip():
             raise _error(f"bad_words[{i}]", "must not be white space alone", word)
-        check_unicode(f"bad_words[{i}]", word)
-    return list(value)
+    return words
+
+
+def _strings(name: str, values: Sequence[Any], most: int, most_chars: int) -> list[str]:
+    if len(values) > most:
+        raise _error(name, f"must have at most {most} strings", len(values))
+    for i, text in enumerate(values):
+        if not isinstance(text, str) or not 1 <= len(text) <= most_chars:
+            raise _error(f"{name}[{i}]", f"must be a string of 1 to {most_chars} characters", text)
+        check_unicode(f"{name}[{i}]", text)
+    return list(values)
 
 
 def check_unicode(name: str, text: str) -> str:
