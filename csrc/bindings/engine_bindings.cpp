@@ -82,14 +82,18 @@ void bind_engine_core(py::module_& m) {
       .def_readonly("prefix_queries", &EngineStats::prefix_queries)
       .def_readonly("prefix_hits", &EngineStats::prefix_hits)
       .def_readonly("num_preemptions", &EngineStats::num_preemptions)
-      .def_readonly("num_steps", &EngineStats::num_steps);
+      .def_readonly("num_steps", &EngineStats::num_steps)
+      .def_readonly("num_drafts", &EngineStats::num_drafts)
+      .def_readonly("num_draft_tokens", &EngineStats::num_draft_tokens)
+      .def_readonly("num_accepted_tokens", &EngineStats::num_accepted_tokens);
 
   py::class_<EngineCore>(m, "EngineCore")
       .def(py::init([](int32_t max_num_seqs, int32_t max_num_batched_tokens, int32_t max_model_len,
                        int32_t max_num_waiting, int32_t max_chunk_tokens, const std::string& policy,
                        int32_t num_blocks, int32_t block_size, bool enable_prefix_caching,
                        int32_t sliding_window, int32_t num_clients, bool async_scheduling,
-                       TokenTable& tokens) {
+                       int32_t num_speculative_tokens, int32_t prompt_lookup_min,
+                       int32_t prompt_lookup_max, int32_t max_num_logits, TokenTable& tokens) {
              EngineCoreConfig config;
              config.scheduler.max_num_seqs = max_num_seqs;
              config.scheduler.max_num_batched_tokens = max_num_batched_tokens;
@@ -97,6 +101,9 @@ void bind_engine_core(py::module_& m) {
              config.scheduler.max_num_waiting = max_num_waiting;
              config.scheduler.max_chunk_tokens = max_chunk_tokens;
              config.scheduler.policy = policy_from_name(policy);
+             config.scheduler.num_speculative_tokens = num_speculative_tokens;
+             config.scheduler.max_num_logits = max_num_logits;
+             config.ngram = {prompt_lookup_min, prompt_lookup_max};
              config.cache.num_blocks = num_blocks;
              config.cache.block_size = block_size;
              config.cache.enable_prefix_caching = enable_prefix_caching;
@@ -109,7 +116,9 @@ void bind_engine_core(py::module_& m) {
            py::arg("max_model_len"), py::arg("max_num_waiting"), py::arg("max_chunk_tokens"),
            py::arg("policy"), py::arg("num_blocks"), py::arg("block_size"),
            py::arg("enable_prefix_caching"), py::arg("sliding_window"), py::arg("num_clients"),
-           py::arg("async_scheduling"), py::arg("tokens"))
+           py::arg("async_scheduling"), py::arg("num_speculative_tokens"),
+           py::arg("prompt_lookup_min"), py::arg("prompt_lookup_max"), py::arg("max_num_logits"),
+           py::arg("tokens"))
       .def(
           "submit",
           [](EngineCore& core, uint64_t key, const py::bytes& prompt, int32_t n, int32_t priority,

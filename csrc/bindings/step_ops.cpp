@@ -76,21 +76,22 @@ void load_step(Tensor plan, Tensor inputs, int64_t plan_words, int64_t num_token
   Loader loader(words + kPlanHeaderWords, to + plan_words, pad);
   loader.copy(2 * tokens, 2 * num_tokens, -1);
   loader.copy(tokens, num_tokens, 0);
-  loader.copy(tokens, num_tokens, 0);
+  const auto positions = loader.copy(tokens, num_tokens, 0);
   const auto query_start = loader.copy(seqs + 1, num_seqs + 1, static_cast<int32_t>(tokens));
-  const auto seq_lens = loader.copy(seqs, num_seqs, 0);
+  loader.copy(seqs, num_seqs, 0);  // seq_lens
   const auto rows = loader.copy(seqs, num_seqs, 0);
   const auto indices = loader.copy(logits, num_logits, 0);
-  // The sequence that a sampled token is the last of.
-  const auto sequence = [&](int64_t i) {
+  loader.fill(logits, num_logits, [&](int64_t i) {
     const auto after =
         std::upper_bound(query_start.begin(), query_start.end(), indices[static_cast<size_t>(i)]);
     const auto found = after - query_start.begin() - 1;
     check(found >= 0 && found < seqs, kOp, "a logits index is of no sequence");
-    return static_cast<size_t>(found);
-  };
-  loader.fill(logits, num_logits, [&](int64_t i) { return rows[sequence(i)]; });
-  loader.fill(logits, num_logits, [&](int64_t i) { return seq_lens[sequence(i)]; });
+    return rows[static_cast<size_t>(found)];
+  });
+  // Of the tokens that are sampled: those after the tokens at the logits.
+  loader.fill(logits, num_logits, [&](int64_t i) {
+    return positions[static_cast<size_t>(indices[static_cast<size_t>(i)])] + 1;
+  });
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(vllm_lite, m) {

@@ -38,10 +38,11 @@ struct EngineCore::Stream : Sequence {
   Stream(Request& owner_request, const TokenTable& table,
          std::shared_ptr<const StopAutomaton> automaton);
 
-  // Takes in the token that was sampled last; `hidden`: as if it had no text; `ends`: it is the
-  // sequence's last. `text` becomes what may be shown of it. Returns the index of the stop string
-  // that it completes, or -1. `piece` is scratch.
-  int32_t show(TokenId token, bool hidden, bool ends, std::string& text, std::string& piece);
+  // Takes in the next token, with which the sequence has num_tokens; `hidden`: as if it had no
+  // text; `ends`: it is the sequence's last. `text` becomes what may be shown of it. Returns the
+  // index of the stop string that it completes, or -1. `piece` is scratch.
+  int32_t show(TokenId token, int32_t num_tokens, bool hidden, bool ends, std::string& text,
+               std::string& piece);
 
   Request& owner;
   SamplingParams sampling_params;  // the request's, with this sample's seed
@@ -73,13 +74,13 @@ EngineCore::Stream::Stream(Request& owner_request, const TokenTable& table,
   sampling = &sampling_params;
 }
 
-int32_t EngineCore::Stream::show(TokenId token, bool hidden, bool ends, std::string& text,
-                                 std::string& piece) {
+int32_t EngineCore::Stream::show(TokenId token, int32_t num_tokens, bool hidden, bool ends,
+                                 std::string& text, std::string& piece) {
   text.clear();
   piece.clear();
   if (!hidden) detokenizer.append(token, piece);
   if (ends) detokenizer.finish(piece);
-  if (num_output_tokens() < owner.input.min_tokens) {
+  if (num_tokens - num_prompt_tokens < owner.input.min_tokens) {
     matcher.pass(piece, text);
     if (ends) matcher.finish(text);
     return -1;
@@ -103,11 +104,18 @@ EngineCore::EngineCore(const EngineCoreConfig& config, TokenTable tokens)
       cache_(config.cache),
       scheduler_(config.scheduler, cache_),
       builder_(config.scheduler, config.cache.block_size),
-      max_outstanding_(config.async_scheduling ? kMaxStepsInFlight : 1) {
+      max_outstanding_(config.async_scheduling ? kMaxStepsInFlight : 1),
+      ngram_(config.ngram) {
   constexpr int32_t kMaxClients = 1 << (64 - kClientShift);
   VL_CHECK(config.num_clients >= 1 && config.num_clients <= kMaxClients,
            "num_clients is " + std::to_string(config.num_clients) + ", but must be from 1 to " +
                std::to_string(kMaxClients));
+  if (config.scheduler.num_speculative_tokens > 0) {
+    VL_CHECK(!config.async_scheduling,
+             "speculation and asynchronous scheduling exclude each other: what the next step "
+             "computes follows from the result of this one");
+    check_ngram(config.ngram);
+  }
   const auto num_clients = static_cast<size_t>(config.num_clients);
   news_.resize(num_clients);
   outbox_.resize(num_clients);
@@ -214,6 +222,7 @@ void EngineCore::start(Request& request) {
     stream->num_prompt_tokens = static_cast<int32_t>(num_prompt);
     stream->max_total_tokens = static_cast<int32_t>(total);
     stream->pooling = in.pooling;
+    stream->drafts.reserve(static_cast<size_t>(scheduler_.config().num_speculative_tokens));
     if (has_search) {
       stream->group = &request.beams;
       request.beams.beams.push_back(stream.get());
@@ -321,6 +330,7 @@ void EngineCore::finish_step(std::span<const int32_t> words) {
   scheduler_.commit(result.token_ids());
   if (step.num_scored > 0) absorb_scores(step, result);
   int32_t row = -1;  // of the result
+  DraftRounds rounds(step);
   int32_t num_vectors = 0;
   for (const ScheduledSequence& part : step.sequences) {
     if (!part.samples) {
@@ -333,24 +343,16 @@ void EngineCore::finish_step(std::span<const int32_t> words) {
     }
     ++row;
     Stream& stream = static_cast<Stream&>(*part.sequence);
-    if (stream.state == SequenceState::kFinished) continue;
-    if (stream.group != nullptr) {
-      advance_search(stream, result, row);
-      continue;
+    if (stream.state != SequenceState::kFinished) {
+      if (stream.group != nullptr) {
+        advance_search(stream, result, row);
+      } else {
+        absorb_row(stream, result, row, part.first_token + part.num_tokens + 1);
+      }
     }
-    const auto i = static_cast<size_t>(row);
-    const int32_t wanted = stream.sampling_params.row.num_logprobs;
-    if (wanted < 0) {
-      absorb(stream, result.token_ids()[i], nullptr);
-      continue;
-    }
-    // The result is as wide as its widest row.
-    const auto count = static_cast<size_t>(wanted);
-    const TokenLogprobs logprobs{result.logprobs()[i], result.ranks()[i],
-                                 result.top_ids(row).first(count),
-                                 result.top_logprobs(row).first(count)};
-    absorb(stream, result.token_ids()[i], &logprobs);
+    if (part.num_drafts > 0) absorb_drafts(part, result, rounds);
   }
+  if (scheduler_.config().num_speculative_tokens > 0) propose_drafts(step);
   reap();
   publish_outputs();
 #if !defined(NDEBUG)
@@ -358,11 +360,31 @@ void EngineCore::finish_step(std::span<const int32_t> words) {
 #endif
 }
 
+// What follows from the drafts that were right.
+void EngineCore::absorb_drafts(const ScheduledSequence& part, const StepResultView& result,
+                               DraftRounds& rounds) {
+  Stream& stream = static_cast<Stream&>(*part.sequence);
+  for (int32_t i = 0; i < part.num_drafts; ++i) {
+    const int32_t row = rounds.next(i);
+    if (i >= part.num_accepted || stream.state == SequenceState::kFinished) continue;
+    absorb_row(stream, result, row, part.first_token + part.num_tokens + i + 2);
+  }
+}
+
+void EngineCore::propose_drafts(const Step& step) {
+  const auto num_drafts = static_cast<size_t>(scheduler_.config().num_speculative_tokens);
+  for (const ScheduledSequence& part : step.sequences) {
+    Sequence& s = *part.sequence;
+    if (!part.samples || s.group != nullptr || s.state == SequenceState::kFinished) continue;
+    propose_ngram(ngram_, s.tokens, num_drafts, s.drafts);
+  }
+}
+
 // Throws InternalError unless the result has all that the oldest step in flight asked for.
 void EngineCore::check_result(const StepResultView& result) const {
   if (result.header().error != 0) return;
   const Step& step = scheduler_.step_in_flight(0);
-  VL_ASSERT(result.token_ids().size() == static_cast<size_t>(step.num_samples));
+  VL_ASSERT(result.token_ids().size() == static_cast<size_t>(step.num_logits()));
   for (const TokenId token : result.token_ids()) VL_ASSERT(token >= kAllMasked);
   const ResultHeader& header = result.header();
   VL_ASSERT(header.num_scored == step.num_scored && header.num_vectors == step.num_vectors);
@@ -373,7 +395,25 @@ void EngineCore::check_result(const StepResultView& result) const {
   }
 }
 
-void EngineCore::absorb(Stream& stream, TokenId token, const TokenLogprobs* logprobs) {
+// `row` of the result is the sequence's next token, with which it has num_tokens.
+void EngineCore::absorb_row(Stream& stream, const StepResultView& result, int32_t row,
+                            int32_t num_tokens) {
+  const auto i = static_cast<size_t>(row);
+  const int32_t wanted = stream.sampling_params.row.num_logprobs;
+  if (wanted < 0) {
+    absorb(stream, result.token_ids()[i], num_tokens, nullptr);
+    return;
+  }
+  // The result is as wide as its widest row.
+  const auto count = static_cast<size_t>(wanted);
+  const TokenLogprobs logprobs{result.logprobs()[i], result.ranks()[i],
+                               result.top_ids(row).first(count),
+                               result.top_logprobs(row).first(count)};
+  absorb(stream, result.token_ids()[i], num_tokens, &logprobs);
+}
+
+void EngineCore::absorb(Stream& stream, TokenId token, int32_t num_tokens,
+                        const TokenLogprobs* logprobs) {
   const RequestInput& input = stream.owner.input;
   if (token == kNoToken) {
     end_with_error(stream, kNoLogits);
@@ -393,15 +433,15 @@ void EngineCore::absorb(Stream& stream, TokenId token, const TokenLogprobs* logp
   output.num_cached_tokens = std::max(stream.num_cached_tokens, 0);
   output.token = token;
   output.logprobs = logprobs;
-  add_prompt_logprobs(output, stream);
+  add_prompt_logprobs(output, stream, num_tokens);
   const bool is_stop_id = contains(stream.sampling_params.stop_ids, token);
   if (is_stop_id) {
     output.finish_reason = "stop";
     if (!contains(input.eos_ids, token)) output.stop_token = token;
-  } else if (stream.num_tokens() >= stream.max_total_tokens) {
+  } else if (num_tokens >= stream.max_total_tokens) {
     output.finish_reason = "length";
   }
-  const int32_t stop = stream.show(token, is_stop_id && !input.include_stop_in_output,
+  const int32_t stop = stream.show(token, num_tokens, is_stop_id && !input.include_stop_in_output,
                                    !output.finish_reason.empty(), text_, piece_);
   if (stop >= 0) {
     // Its text comes before that of a stop token, and before the limit.
@@ -461,14 +501,15 @@ void EngineCore::end_prompt(Stream& stream, std::span<const float> vector) {
   output.num_cached_tokens = std::max(stream.num_cached_tokens, 0);
   output.vector = vector;
   output.finish_reason = stream.pooling == Pooling::kNone ? "length" : "stop";
-  add_prompt_logprobs(output, stream);
+  add_prompt_logprobs(output, stream, stream.num_tokens());
   finish_stream(stream);
   emit(output);
 }
 
-// To a sequence's first output.
-void EngineCore::add_prompt_logprobs(SequenceOutput& output, const Stream& stream) const {
-  const bool is_first = stream.num_output_tokens() <= 1;
+// To a sequence's first output; with it the sequence has num_tokens.
+void EngineCore::add_prompt_logprobs(SequenceOutput& output, const Stream& stream,
+                                     int32_t num_tokens) const {
+  const bool is_first = num_tokens <= stream.num_prompt_tokens + 1;
   if (stream.is_scored() && is_first) output.prompt_logprobs = &stream.prompt_logprobs;
 }
 

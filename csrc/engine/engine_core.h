@@ -38,6 +38,7 @@
 #include "cache/kv_cache_manager.h"
 #include "engine/beam_search.h"
 #include "engine/detokenizer.h"
+#include "engine/ngram_proposer.h"
 #include "engine/output_writer.h"
 #include "engine/stop_matcher.h"
 #include "engine/token_table.h"
@@ -80,6 +81,8 @@ struct EngineCoreConfig {
   KvCacheConfig cache;
   int32_t num_clients = 1;
   bool async_scheduling = false;
+  // With scheduler.num_speculative_tokens, and without async_scheduling.
+  NgramConfig ngram;
 };
 
 class EngineCore {
@@ -147,10 +150,14 @@ class EngineCore {
   void refuse(const RequestInput& input, std::string_view reason, std::string_view message);
   void check_result(const StepResultView& result) const;
   void fail_in_flight(std::string_view message);
-  void absorb(Stream& stream, TokenId token, const TokenLogprobs* logprobs);
+  void absorb_row(Stream& stream, const StepResultView& result, int32_t row, int32_t num_tokens);
+  void absorb(Stream& stream, TokenId token, int32_t num_tokens, const TokenLogprobs* logprobs);
+  void absorb_drafts(const ScheduledSequence& part, const StepResultView& result,
+                     DraftRounds& rounds);
+  void propose_drafts(const Step& step);
   void absorb_scores(const Step& step, const StepResultView& result);
   void end_prompt(Stream& stream, std::span<const float> vector);
-  void add_prompt_logprobs(SequenceOutput& output, const Stream& stream) const;
+  void add_prompt_logprobs(SequenceOutput& output, const Stream& stream, int32_t num_tokens) const;
   void advance_search(const Stream& beam, const StepResultView& result, int32_t row);
   void finish_search(Request& request);
   void end_with_error(Stream& stream, std::string_view message, std::string_view reason = "error");
@@ -169,6 +176,7 @@ class EngineCore {
   Scheduler scheduler_;
   StepBuilder builder_;
   const int32_t max_outstanding_;
+  const NgramConfig ngram_;
   uint64_t step_id_ = 0;    // of the last plan
   uint64_t result_id_ = 0;  // of the last plan that has its result, or gets none
 

@@ -21,6 +21,9 @@ void EngineCore::publish_outputs() {
   stats.prefix_hits = cache.prefix_hits;
   stats.num_preemptions = scheduler.num_preemptions;
   stats.num_steps = scheduler.num_steps;
+  stats.num_drafts = scheduler.num_drafted_parts;
+  stats.num_draft_tokens = scheduler.num_draft_tokens;
+  stats.num_accepted_tokens = scheduler.num_accepted_tokens;
   bool notify = false;
   {
     std::lock_guard lock(outbox_mutex_);

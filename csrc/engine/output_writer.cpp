@@ -161,9 +161,10 @@ std::string OutputWriter::take(const EngineStats& stats) {
     buffer_[kCountOffset + static_cast<size_t>(byte)] =
         static_cast<char>(num_outputs_ >> (8 * (3 - byte)));
   }
-  const int64_t values[] = {stats.num_running,     stats.num_waiting,    stats.kv_used_blocks,
-                            stats.kv_total_blocks, stats.prefix_queries, stats.prefix_hits,
-                            stats.num_preemptions, stats.num_steps};
+  const int64_t values[] = {stats.num_running,      stats.num_waiting,        stats.kv_used_blocks,
+                            stats.kv_total_blocks,  stats.prefix_queries,     stats.prefix_hits,
+                            stats.num_preemptions,  stats.num_steps,          stats.num_drafts,
+                            stats.num_draft_tokens, stats.num_accepted_tokens};
   put_array(buffer_, std::size(values));
   for (int64_t value : values) put_int(buffer_, value);
   std::string message = std::move(buffer_);

@@ -63,6 +63,9 @@ struct EngineStats {
   int64_t prefix_hits = 0;
   int64_t num_preemptions = 0;
   int64_t num_steps = 0;
+  int64_t num_drafts = 0;  // of sequences' steps, those in which drafts were verified
+  int64_t num_draft_tokens = 0;
+  int64_t num_accepted_tokens = 0;
 };
 
 class OutputWriter {

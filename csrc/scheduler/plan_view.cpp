@@ -48,6 +48,7 @@ PlanView::PlanView(std::span<const int32_t> words) {
   row_lists_ = sections.take(h.num_list_words);
   scored_ = sections.take(int64_t{kScoredWords} * h.num_scored);
   pooled_ = sections.take(int64_t{kPooledWords} * h.num_pooled);
+  draft_rounds_ = sections.take(h.num_draft_rounds);
   VL_ASSERT(sections.empty());
   new_rows();  // throws if the lists are not as long as the rows say
 }

@@ -60,6 +60,7 @@ class PlanView {
   std::vector<NewRow> new_rows() const;
   std::vector<ScoredToken> scored() const;
   std::vector<PooledPart> pooled() const;
+  std::span<const int32_t> draft_rounds() const { return draft_rounds_; }
 
  private:
   const PlanHeader* header_;
@@ -77,6 +78,7 @@ class PlanView {
   std::span<const int32_t> row_lists_;
   std::span<const int32_t> scored_;  // kScoredWords each
   std::span<const int32_t> pooled_;  // kPooledWords each
+  std::span<const int32_t> draft_rounds_;
 };
 
 }  // namespace vllm_lite

@@ -75,6 +75,9 @@ Scheduler::Scheduler(const SchedulerConfig& config, KvCacheManager& cache)
   check_at_least("look_past", config.look_past, 0);
   check_at_least("max_passed_over", config.max_passed_over, 0);
   check_at_least("min_awaited_tokens", config.min_awaited_tokens, 0);
+  VL_CHECK(config.num_speculative_tokens >= 0 && config.num_speculative_tokens <= kMaxDrafts,
+           "num_speculative_tokens is " + std::to_string(config.num_speculative_tokens) +
+               ", but must be from 0 to " + std::to_string(kMaxDrafts));
   const int64_t capacity = int64_t{cache.num_blocks()} * cache.block_size();
   VL_CHECK(config.max_model_len <= capacity,
            "max_model_len is " + std::to_string(config.max_model_len) + ", but the KV cache of " +
@@ -88,6 +91,7 @@ Scheduler::Scheduler(const SchedulerConfig& config, KvCacheManager& cache)
     planned.sequences.reserve(num_rows);
     planned.copies.reserve(num_rows);
     planned.freed_rows.reserve(num_rows);
+    planned.draft_rounds.reserve(kMaxDrafts);
   }
   unreported_rows_.reserve(num_rows);
   row_unreported_.assign(num_rows, false);
@@ -169,6 +173,7 @@ const Step& Scheduler::plan() {
   planned.sequences.clear();
   planned.copies.clear();
   planned.freed_rows.clear();
+  planned.draft_rounds.clear();
   planned.step = Step{};
   planned.number = ++step_number_;
 
@@ -191,6 +196,8 @@ const Step& Scheduler::plan() {
     if (part.sequence->is_scored() || part.sequence->samples_nothing()) plan_scores(part);
   }
 
+  if (config_.num_speculative_tokens > 0) plan_drafts(budget);
+
   // An empty step is not sent, so freed rows are reported by the first one that is not.
   planned.freed_rows.swap(unreported_rows_);
   for (RowId row : planned.freed_rows) row_unreported_[static_cast<size_t>(row)] = false;
@@ -198,6 +205,7 @@ const Step& Scheduler::plan() {
   planned.step.sequences = planned.sequences;
   planned.step.freed_rows = planned.freed_rows;
   planned.step.copies = planned.copies;
+  planned.step.draft_rounds = planned.draft_rounds;
   ++num_in_flight_;
   return planned.step;
 }
@@ -222,6 +230,36 @@ void Scheduler::plan_scores(ScheduledSequence& part) {
   if (s.pooling == Pooling::kNone) return;
   step.num_vectors += part.ends_prompt();
   step.num_pooled += part.ends_prompt() || s.pooling == Pooling::kMean;
+}
+
+// Drafts for the parts that sample, while tokens and logits of the step last.
+void Scheduler::plan_drafts(int32_t& budget) {
+  Step& step = planned_->step;
+  int32_t left = budget;
+  if (config_.max_num_logits > 0) left = std::min(left, config_.max_num_logits - step.num_samples);
+  for (ScheduledSequence& part : planned_->sequences) {
+    Sequence& s = *part.sequence;
+    if (!part.samples || s.drafts.empty()) continue;
+    VL_ASSERT(num_in_flight_ == 0 && s.group == nullptr);
+    const int32_t end = part.first_token + part.num_tokens;
+    // With all of them right the sequence has one token more than drafts.
+    int32_t num_drafts =
+        std::min({static_cast<int32_t>(s.drafts.size()), config_.num_speculative_tokens, left,
+                  s.max_total_tokens - end - 1, max_chunk() - part.num_tokens});
+    if (num_drafts <= 0) continue;
+    if (!cache_.grow(s.block_table, end + num_drafts)) {
+      const auto num_blocks = static_cast<int32_t>(s.block_table.blocks.size());
+      num_drafts = num_blocks * block_size_ - end;
+      if (num_drafts <= 0) continue;
+    }
+    part.num_drafts = num_drafts;
+    step.num_drafts += num_drafts;
+    left -= num_drafts;
+    budget -= num_drafts;
+    std::vector<int32_t>& rounds = planned_->draft_rounds;
+    rounds.resize(std::max(rounds.size(), static_cast<size_t>(num_drafts)));
+    for (int32_t i = 0; i < num_drafts; ++i) ++rounds[static_cast<size_t>(i)];
+  }
 }
 
 // Serves the running sequences in order. True if somebody was preempted. Those preempted come from
@@ -497,22 +535,20 @@ Scheduler::ForkResult Scheduler::try_fork(Sequence* sequence, int32_t headroom) 
 
 void Scheduler::commit(std::span<const TokenId> sampled) {
   VL_ASSERT(num_in_flight_ > 0);
-  const PlannedStep& planned = steps_[index_of_step(0)];
-  VL_ASSERT(sampled.size() == static_cast<size_t>(planned.step.num_samples));
+  PlannedStep& planned = steps_[index_of_step(0)];
+  VL_ASSERT(sampled.size() == static_cast<size_t>(planned.step.num_logits()));
   oldest_step_ = (oldest_step_ + 1) % kMaxStepsInFlight;
   --num_in_flight_;
   last_ended_ = planned.number;
-  ++num_steps_;
+  ++totals_.num_steps;
   auto next_sampled = sampled.begin();
-  const bool has_groups = num_groups_ > 0;
-  for (const ScheduledSequence& part : planned.sequences) {
+  DraftRounds rounds(planned.step);
+  const bool has_extras = num_groups_ > 0 || config_.num_speculative_tokens > 0;
+  for (ScheduledSequence& part : planned.sequences) {
     Sequence& s = *part.sequence;
     const TokenId token = part.samples ? *next_sampled++ : kNoToken;
+    if (has_extras && commit_extra(part, token, sampled, rounds)) continue;
     if (s.state == SequenceState::kFinished) continue;
-    if (has_groups && s.group != nullptr) {
-      commit_beam(part, token);
-      continue;
-    }
     s.num_pending -= part.samples;
     // A failed row may have left rubbish in its KV: it is not counted as computed, nor published.
     if (part.samples && token < 0) {
@@ -527,6 +563,49 @@ void Scheduler::commit(std::span<const TokenId> sampled) {
     if (part.samples) s.tokens.push_back(token);
     if (s.forks != nullptr && s.num_computed >= s.num_prompt_tokens) unpark_forks(s);
   }
+}
+
+// True if the part was a beam's or had drafts: then all is done for it.
+bool Scheduler::commit_extra(ScheduledSequence& part, TokenId token,
+                             std::span<const TokenId> sampled, DraftRounds& rounds) {
+  Sequence& s = *part.sequence;
+  if (part.num_drafts > 0) {
+    commit_drafts(part, token, sampled, rounds);
+    return true;
+  }
+  if (part.samples) s.drafts.clear();
+  if (s.group == nullptr || s.state == SequenceState::kFinished) return false;
+  commit_beam(part, token);
+  return true;
+}
+
+void Scheduler::commit_drafts(ScheduledSequence& part, TokenId token,
+                              std::span<const TokenId> sampled, DraftRounds& rounds) {
+  Sequence& s = *part.sequence;
+  const bool is_running = s.state == SequenceState::kRunning;
+  bool all_right = true;
+  for (int32_t i = 0; i < part.num_drafts; ++i) {
+    const TokenId next = sampled[static_cast<size_t>(rounds.next(i))];
+    all_right = all_right && token == s.drafts[static_cast<size_t>(i)];
+    if (!all_right) continue;
+    ++part.num_accepted;
+    if (is_running) s.tokens.push_back(token);
+    token = next;
+  }
+  ++totals_.num_drafted_parts;
+  totals_.num_draft_tokens += part.num_drafts;
+  totals_.num_accepted_tokens += part.num_accepted;
+  s.drafts.clear();
+  if (!is_running) return;
+  --s.num_pending;
+  if (token >= 0) s.tokens.push_back(token);
+  // Else the row failed at once.
+  if (s.num_tokens() > part.first_token + part.num_tokens) {
+    s.num_computed = s.num_tokens() - 1;
+    cache_.mark_computed(s.block_table, s.tokens, s.salt, s.num_computed);
+  }
+  s.num_planned = s.num_computed;
+  if (s.forks != nullptr && s.num_computed >= s.num_prompt_tokens) unpark_forks(s);
 }
 
 void Scheduler::commit_beam(const ScheduledSequence& part, TokenId token) {
@@ -585,7 +664,7 @@ void Scheduler::recompute_all() {
 void Scheduler::preempt(Sequence* sequence) {
   back_to_waiting(sequence);
   ++sequence->num_preemptions;
-  ++num_preemptions_;
+  ++totals_.num_preemptions;
 }
 
 // From running to waiting, with nothing computed.
@@ -656,10 +735,10 @@ bool Scheduler::has_work() const {
 }
 
 SchedulerStats Scheduler::stats() const {
-  return {.num_running = running_.size(),
-          .num_waiting = waiting_.size() + num_parked_,
-          .num_preemptions = num_preemptions_,
-          .num_steps = num_steps_};
+  SchedulerStats stats = totals_;
+  stats.num_running = running_.size();
+  stats.num_waiting = waiting_.size() + num_parked_;
+  return stats;
 }
 
 // That it is all in one place, and its beams in step.
@@ -723,6 +802,7 @@ void Scheduler::check_invariants() const {
       for (const ScheduledSequence& part : steps_[index_of_step(i)].sequences) {
         if (part.sequence != &s) continue;
         num_pending += part.samples;
+        VL_ASSERT(part.num_drafts == 0 || num_in_flight_ == 1);
         if (s.state != SequenceState::kRunning) continue;  // preempted since
         VL_ASSERT(part.first_token == num_planned);
         num_planned += part.num_tokens;

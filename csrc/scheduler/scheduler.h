@@ -76,6 +76,14 @@
 // tokens that a prefix hit would skip: such a sequence takes hits only up to score_begin, or none.
 // Its own blocks are published as any.
 //
+// Drafts (Sequence::drafts): a step that computes the last known token of a sequence may compute
+// guesses of the next ones with it, and sample after each of them. A guess that is what was sampled
+// before it is right, and so is what was sampled after it; from the first wrong one on all is
+// dropped, so that a sequence has the tokens that it would have without. Drafts take what a step
+// has left of tokens, logits and blocks when everybody has been served: they delay nobody and
+// preempt nobody. They are in none of num_planned, num_pending and ScheduledSequence::num_tokens.
+// Not together with asynchronous scheduling: where the next step begins is known at commit alone.
+//
 // Sliding window: blocks that fall out are given back at commit and their table entries become
 // kNoBlock. The worker is not told: it keeps a stale entry that no query looks at any more.
 #pragma once
@@ -110,6 +118,11 @@ struct SchedulerConfig {
   // for what waiting costs, one reading of the weights: the arithmetic of some ten tokens on a CPU,
   // of some hundred on a GPU (estimates from their ratios of FLOPs to bytes).
   int32_t min_awaited_tokens = 64;
+  // Drafts of one sequence in one step, at most kMaxDrafts; 0: drafts are not looked at.
+  int32_t num_speculative_tokens = 0;
+  // Samples and drafts of one step, for which the worker has room; 0: no limit. At least
+  // max_num_seqs.
+  int32_t max_num_logits = 0;
 };
 
 // A part of a step: tokens [num_computed_before, num_computed_before + num_tokens) of a sequence.
@@ -123,6 +136,10 @@ struct ScheduledSequence {
   // log-probability.
   int32_t first_scored = 0;
   int32_t num_scored = 0;
+  // Of the sequence's drafts: those computed behind num_tokens, and of them, after commit(), those
+  // that were right.
+  int32_t num_drafts = 0;
+  int32_t num_accepted = 0;
 
   // The part with which a sequence that samples nothing is over.
   bool ends_prompt() const {
@@ -134,14 +151,36 @@ struct ScheduledSequence {
 // step was committed or cancelled; those of an empty step until the next.
 struct Step {
   std::span<const ScheduledSequence> sequences;  // decodes and chunks, running order
-  std::span<const RowId> freed_rows;  // since the last non-empty step, before any new_row
-  std::span<const BlockCopy> copies;  // to be made before the forward pass
-  int32_t num_tokens = 0;
-  int32_t num_samples = 0;
+  std::span<const RowId> freed_rows;      // since the last non-empty step, before any new_row
+  std::span<const BlockCopy> copies;      // to be made before the forward pass
+  std::span<const int32_t> draft_rounds;  // [i]: sequences with more than i drafts
+  int32_t num_tokens = 0;                 // with drafts
+  int32_t num_samples = 0;                // parts that sample
+  int32_t num_drafts = 0;
   int32_t num_scored = 0;
   int32_t num_pooled = 0;   // parts of sequences with a Pooling that the worker must see
   int32_t num_vectors = 0;  // those of them that end
   bool empty() const { return sequences.empty(); }
+  int32_t num_logits() const { return num_samples + num_drafts; }
+};
+
+// The order of a step's logits: one for each part that samples, then, round after round, those at
+// the parts' first drafts, second drafts and so on, each in the order of the parts.
+class DraftRounds {
+ public:
+  explicit DraftRounds(const Step& step) {
+    int32_t begin = step.num_samples;
+    size_t round = 0;
+    for (const int32_t size : step.draft_rounds) {
+      next_[round++] = begin;
+      begin += size;
+    }
+  }
+  // The logit at draft `i` of a part. Part after part asks for all of its drafts.
+  int32_t next(int32_t i) { return next_[static_cast<size_t>(i)]++; }
+
+ private:
+  std::array<int32_t, kMaxDrafts> next_{};
 };
 
 enum class AddResult : uint8_t { kAdded, kQueueFull };
@@ -151,6 +190,10 @@ struct SchedulerStats {
   int32_t num_waiting = 0;
   int64_t num_preemptions = 0;
   int64_t num_steps = 0;
+  // Of the parts with drafts whose results have come.
+  int64_t num_drafted_parts = 0;
+  int64_t num_draft_tokens = 0;
+  int64_t num_accepted_tokens = 0;
 };
 
 class Scheduler {
@@ -187,9 +230,10 @@ class Scheduler {
   const Step& step_in_flight(int32_t i) const;
 
   // The oldest step in flight was carried out. `sampled[i]` belongs to the i-th scheduled sequence
-  // with samples == true; kNoToken drops it (the row failed: nothing of this step is kept or
-  // published for it; the caller finishes the sequence). Appends tokens to sequences that are not
-  // finished, publishes computed blocks. Does not judge stops: the caller then calls finish().
+  // with samples == true, and those behind to drafts (DraftRounds); kNoToken drops it (the row
+  // failed: nothing from there on is kept or published for it; the caller finishes the sequence).
+  // Appends tokens to sequences that are not finished, publishes computed blocks. Does not judge
+  // stops: the caller then calls finish().
   void commit(std::span<const TokenId> sampled);
 
   // How a group goes on after a step that sampled from it: beam i of the next step is the beam
@@ -229,15 +273,21 @@ class Scheduler {
     std::vector<ScheduledSequence> sequences;
     std::vector<BlockCopy> copies;
     std::vector<RowId> freed_rows;
+    std::vector<int32_t> draft_rounds;
   };
 
   void schedule(Sequence* sequence, int32_t num_tokens, int32_t remaining, bool new_row);
   void plan_scores(ScheduledSequence& part);
+  void plan_drafts(int32_t& budget);
   bool schedule_running(int32_t& budget);
   // Not inlined: the loops that call them are short without them.
   [[gnu::noinline]] bool schedule_beams(BeamGroup& group, int32_t& budget, int32_t& num_decodes,
                                         bool& preempted);
-  [[gnu::noinline]] void commit_beam(const ScheduledSequence& part, TokenId token);
+  [[gnu::noinline]] bool commit_extra(ScheduledSequence& part, TokenId token,
+                                      std::span<const TokenId> sampled, DraftRounds& rounds);
+  void commit_drafts(ScheduledSequence& part, TokenId token, std::span<const TokenId> sampled,
+                     DraftRounds& rounds);
+  void commit_beam(const ScheduledSequence& part, TokenId token);
   void replace_beam(Sequence* beam, Sequence* parent);
   void restart(BeamGroup& group);
   void check_fits(const BeamGroup& group) const;
@@ -286,8 +336,7 @@ class Scheduler {
   std::vector<Sequence*> blocked_;      // tried in this plan and found not to fit
   // Groups that were added and are not finished: without any the loops over sequences ask for none.
   int32_t num_groups_ = 0;
-  int64_t num_preemptions_ = 0;
-  int64_t num_steps_ = 0;
+  SchedulerStats totals_;  // but for what runs and waits
 };
 
 constexpr TokenId kNoToken = -1;

@@ -24,6 +24,8 @@ enum class SequenceState : uint8_t {
 enum class Pooling : int32_t { kNone = 0, kLast = 1, kMean = 2 };
 struct BeamGroup;
 
+constexpr int32_t kMaxDrafts = 16;  // of one sequence in one step
+
 // The invariant of progress: 0 <= num_computed < tokens.size() while not finished. num_computed
 // chases tokens.size(); a whole prompt, a chunk, a decode and a resumed sequence differ in nothing
 // else. num_planned and num_pending are the same two numbers once the steps in flight are done:
@@ -51,6 +53,9 @@ struct Sequence {
   Sequence* fork_parent = nullptr;
   BeamGroup* group = nullptr;   // of a beam search's sequences
   std::vector<TokenId> tokens;  // prompt, then output as far as it is known
+  // Guesses of the tokens that come after those, for the next steps to verify; at most kMaxDrafts.
+  // Cleared by the scheduler once a token has come.
+  std::vector<TokenId> drafts;
 
   // Kept by the scheduler.
   SequenceState state = SequenceState::kNew;

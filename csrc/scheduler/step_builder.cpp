@@ -87,7 +87,7 @@ int32_t append_wishes(const Step& step, int32_t* scored, int32_t* pooled) {
       *pooled++ = static_cast<int32_t>(s.pooling);
       *pooled++ = part.ends_prompt();
     }
-    token += part.num_tokens;
+    token += part.num_tokens + part.num_drafts;
     ++index;
   }
   return max_logprobs;
@@ -109,15 +109,15 @@ StepBuilder::StepBuilder(const SchedulerConfig& config, int32_t block_size) {
   const auto blocks = static_cast<size_t>(ceil_div(config.max_model_len, block_size));
   const size_t tables = kTableUpdateWords * rows * blocks;
   const size_t per_row = 4 + 1 + 2 + kNewRowWords + kPooledWords;
-  const size_t per_token = 4 + kScoredWords;
-  words_.reserve(
-      std::min(kMaxReservedWords, kHeaderWords + 1 + per_token * tokens + per_row * rows + tables));
+  const size_t per_token = 5 + kScoredWords;
+  words_.reserve(std::min(kMaxReservedWords, kHeaderWords + 1 + kMaxDrafts + per_token * tokens +
+                                                 per_row * rows + tables));
 }
 
 std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) {
   const size_t num_tokens = static_cast<size_t>(step.num_tokens);
   const size_t num_seqs = step.sequences.size();
-  const size_t num_logits = static_cast<size_t>(step.num_samples);
+  const size_t num_logits = static_cast<size_t>(step.num_logits());
   size_t num_table_updates = 0;
   size_t num_new_rows = 0;
   size_t list_words = 0;
@@ -146,7 +146,8 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   const size_t constraints_at = lists_at + list_words;
   const size_t scored_at = constraints_at + all_constraint_words;
   const size_t pooled_at = scored_at + kScoredWords * static_cast<size_t>(step.num_scored);
-  const size_t num_words = pooled_at + kPooledWords * static_cast<size_t>(step.num_pooled);
+  const size_t rounds_at = pooled_at + kPooledWords * static_cast<size_t>(step.num_pooled);
+  const size_t num_words = rounds_at + step.draft_rounds.size();
   words_.resize(num_words);
   int32_t* const words = words_.data();
 
@@ -157,7 +158,7 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   header.step_high = static_cast<uint32_t>(step_id >> 32);
   header.num_tokens = step.num_tokens;
   header.num_seqs = narrow(num_seqs);
-  header.num_logits = step.num_samples;
+  header.num_logits = step.num_logits();
   header.num_table_updates = narrow(num_table_updates);
   header.num_block_copies = narrow(step.copies.size());
   header.num_freed_rows = narrow(step.freed_rows.size());
@@ -167,6 +168,8 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   header.num_scored = step.num_scored;
   header.num_pooled = step.num_pooled;
   header.num_vectors = step.num_vectors;
+  header.num_drafts = step.num_drafts;
+  header.num_draft_rounds = narrow(step.draft_rounds.size());
 
   int32_t* slots = words + slots_at;  // two words each
   int32_t* tokens = words + tokens_at;
@@ -178,6 +181,7 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   int32_t* constraints = words + constraints_at;
   int32_t token = 0;  // of the step
   int32_t index = 0;
+  DraftRounds rounds(step);
   const int32_t offset_mask = (1 << block_shift_) - 1;
   for (const ScheduledSequence& part : step.sequences) {
     Sequence& s = *part.sequence;
@@ -185,11 +189,12 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
     const TokenId* const own_tokens = s.tokens.data();
     const int32_t num_known = s.num_tokens();
     words[starts_at + static_cast<size_t>(index)] = token;
-    words[lens_at + static_cast<size_t>(index)] = part.first_token + part.num_tokens;
+    const int32_t query_len = part.num_tokens + part.num_drafts;
+    const int32_t end = part.first_token + query_len;
+    words[lens_at + static_cast<size_t>(index)] = end;
     words[rows_at + static_cast<size_t>(index)] = s.row;
     ++index;
 
-    const int32_t end = part.first_token + part.num_tokens;
     for (int32_t position = part.first_token; position < end; ++position) {
       const int64_t slot =
           (int64_t{table[position >> block_shift_]} << block_shift_) | (position & offset_mask);
@@ -198,16 +203,21 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
       *positions++ = position;
       if (position < num_known) {
         *tokens++ = own_tokens[position];
+      } else if (part.num_drafts > 0) {
+        *tokens++ = s.drafts[static_cast<size_t>(position - num_known)];
       } else {
         *tokens++ = -1 - s.row;
         ++header.num_placeholders;
       }
     }
-    token += part.num_tokens;
-    header.max_query_len = std::max(header.max_query_len, part.num_tokens);
+    token += query_len;
+    header.max_query_len = std::max(header.max_query_len, query_len);
     header.max_seq_len = std::max(header.max_seq_len, end);
     if (part.samples) {
-      *logits++ = token - 1;
+      *logits++ = token - 1 - part.num_drafts;
+      for (int32_t i = 0; i < part.num_drafts; ++i) {
+        words[logits_at + static_cast<size_t>(rounds.next(i))] = token - part.num_drafts + i;
+      }
       header.max_logprobs = std::max(header.max_logprobs, s.sampling->row.num_logprobs);
     }
 
@@ -233,6 +243,7 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
     *copy++ = c.destination;
   }
   append(words + freed_at, step.freed_rows.data(), step.freed_rows.size());
+  append(words + rounds_at, step.draft_rounds.data(), step.draft_rounds.size());
   if (step.num_scored + step.num_pooled > 0) {
     header.max_prompt_logprobs = append_wishes(step, words + scored_at, words + pooled_at);
   }

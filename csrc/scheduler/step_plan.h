@@ -12,7 +12,8 @@
 //   query_start        num_seqs + 1              cumulative tokens
 //   seq_lens           num_seqs                  tokens with KV after this step (first_token + num_tokens)
 //   rows               num_seqs
-//   logits_indices     num_logits                index into token_ids of each token that is sampled from
+//   logits_indices     num_logits                index into token_ids of each token that is sampled
+//                                                from; those at drafts behind the others, see below
 //   table_updates      3 * num_table_updates     (row, index, block): the block tables live in the worker
 //   block_copies       2 * num_block_copies      (source, destination), before the forward pass
 //   freed_rows         num_freed_rows            nobody uses these rows until they are new again
@@ -22,6 +23,7 @@
 //                                                whose log-probability is wanted after that token,
 //                                                with `count` of the likeliest
 //   pooled             3 * num_pooled            (sequence of the step, Pooling, 1 if it ends here)
+//   draft_rounds       num_draft_rounds          how many of the logits are of each round of drafts
 // clang-format on
 //
 // Plans are carried out in the order in which they are sent, and each is answered by one result, in
@@ -29,6 +31,12 @@
 // is back. Where it needs a token that its predecessor samples, token_ids has the placeholder -1 -
 // row, and the worker puts in what that row sampled last; if the row failed any valid id will do,
 // since the engine core throws away what it computes from it.
+//
+// Drafts are guesses of a sequence's next tokens, computed behind its last known one and sampled
+// from as well: first one logit for each sequence that samples, then those at first drafts, at
+// second drafts and so on. A logit at a draft counts if the draft is what the sequence's logit
+// before it gave, and if that one counts; it sees penalties, masks and all else as if the draft had
+// been sampled. What those that do not count give is thrown away.
 //
 // The lists of a new row, as long as its RowState says: bias ids, bias values, allowed ids, stop
 // ids (only with min_total_tokens and without a constraint), history (the sequence's tokens so far,
@@ -48,7 +56,7 @@ namespace vllm_lite {
 constexpr int32_t kPlanMagic = 0x564c5031;    // "VLP1"
 constexpr int32_t kResultMagic = 0x564c5231;  // "VLR1"
 
-struct PlanHeader {  // 20 words
+struct PlanHeader {  // 22 words
   int32_t magic;
   int32_t num_words;  // of the whole plan, header included
   uint32_t step_low;
@@ -70,8 +78,10 @@ struct PlanHeader {  // 20 words
   int32_t max_prompt_logprobs;  // the largest count of `scored`
   int32_t num_pooled;
   int32_t num_vectors;  // those of `pooled` that end here
+  int32_t num_drafts;   // the last of the logits
+  int32_t num_draft_rounds;
 };
-constexpr int32_t kPlanHeaderWords = 20;
+constexpr int32_t kPlanHeaderWords = 22;
 static_assert(sizeof(PlanHeader) == kPlanHeaderWords * sizeof(int32_t));
 
 constexpr int32_t kNewRowWords = 1 + kRowStateWords;

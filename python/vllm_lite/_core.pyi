@@ -128,6 +128,12 @@ class EngineStats:
     def num_preemptions(self) -> int: ...
     @property
     def num_steps(self) -> int: ...
+    @property
+    def num_drafts(self) -> int: ...  # steps of sequences in which drafts were verified
+    @property
+    def num_draft_tokens(self) -> int: ...
+    @property
+    def num_accepted_tokens(self) -> int: ...
 
 class EngineCore:
     """Requests in, plans and outputs out (csrc/engine/engine_core.h).
@@ -151,6 +157,10 @@ class EngineCore:
         sliding_window: int,  # 0: none
         num_clients: int,
         async_scheduling: bool,
+        num_speculative_tokens: int,  # 0: none
+        prompt_lookup_min: int,
+        prompt_lookup_max: int,
+        max_num_logits: int,  # of a step, drafts included; 0: no limit
         tokens: TokenTable,
     ) -> None: ...
     def submit(

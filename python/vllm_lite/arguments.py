@@ -9,7 +9,7 @@ from vllm_lite.config import EngineConfig, parse_bytes
 from vllm_lite.model_files import DEFAULT_MODEL
 from vllm_lite.output_formats import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS
 from vllm_lite.server.options import ServerOptions
-from vllm_lite.settings import Parser, add_config, add_to
+from vllm_lite.settings import Parser, add_config, add_to, json_object
 
 
 def server_options(values: dict[str, Any]) -> ServerOptions:
@@ -110,6 +110,10 @@ def add_engine_options(parser: Parser) -> None:
     add("--async-scheduling", "plan a step while the worker carries out the one before; a request "
         "that a stop ends costs a step more (default: off on CPU)",
         action=argparse.BooleanOptionalAction)  # fmt: skip
+    add("--speculative-config", 'guess tokens ahead from what a sequence has said before, such as '
+        '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, '
+        '"prompt_lookup_min": 2}; the output stays the same', type=json_object,
+        metavar="JSON")  # fmt: skip
     add("--threads", "of the worker on a CPU (default: all cores)", dest="num_threads", type=int,
         metavar="N")  # fmt: skip
     add("--step-timeout", "after which a worker without a result counts as dead", type=float,

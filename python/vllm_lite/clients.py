@@ -50,6 +50,7 @@ def make_core(
     async_scheduling: bool,
 ) -> _core.EngineCore:
     assert resolved.num_blocks is not None
+    speculative = config.speculative_config
     return _core.EngineCore(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -63,6 +64,10 @@ def make_core(
         sliding_window=model_config.sliding_window if model_config.all_layers_windowed else 0,
         num_clients=num_clients,
         async_scheduling=async_scheduling,
+        num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
+        prompt_lookup_min=0 if speculative is None else speculative.prompt_lookup_min,
+        prompt_lookup_max=0 if speculative is None else speculative.prompt_lookup_max,
+        max_num_logits=config.max_num_logits,
         tokens=_core.make_token_table(
             table.bytes, table.offsets.tobytes(), bytes(table.kinds), table.decoding
         ),

@@ -24,6 +24,12 @@ _KV_SCALE_BYTES = 4  # behind each row of an int8 cache (csrc/core/kv_layout_cpu
 
 _NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second under WSL
 
+# The worker has room for the logits of at least so many tokens of a step.
+MIN_LOGITS_ROWS = 64
+
+_MAX_SPECULATIVE_TOKENS = 16  # kMaxDrafts (csrc/scheduler/sequence.h)
+_MAX_PROMPT_LOOKUP = 64  # kMaxPromptLookup (csrc/engine/ngram_proposer.h)
+
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 _LONGEST_STEP = 1e9
@@ -55,6 +61,43 @@ _CHOICES = {
 }
 
 
+class SpeculativeConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Drafts of a sequence's next tokens, verified together in one step: what followed the last
+    time upon the longest n-gram, of ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens, that it
+    ends with.
+    """
+
+    method: Literal["ngram"]
+    num_speculative_tokens: int  # drafts of a sequence in one step
+    # Either alone stands for both; without either they are 2 and 5.
+    prompt_lookup_min: int = 0
+    prompt_lookup_max: int = 0
+
+    def __post_init__(self) -> None:
+        if self.method != "ngram":
+            raise ValueError(f"speculative_config.method must be ngram, got {self.method!r}")
+        for name, least, most in (
+            ("num_speculative_tokens", 1, _MAX_SPECULATIVE_TOKENS),
+            ("prompt_lookup_min", 0, _MAX_PROMPT_LOOKUP),
+            ("prompt_lookup_max", 0, _MAX_PROMPT_LOOKUP),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(
+                    f"speculative_config.{name} must be an integer from {max(least, 1)} to {most}, "
+                    f"got {value!r}"
+                )
+        if not self.prompt_lookup_min and not self.prompt_lookup_max:
+            self.prompt_lookup_min, self.prompt_lookup_max = 2, 5
+        self.prompt_lookup_min = self.prompt_lookup_min or self.prompt_lookup_max
+        self.prompt_lookup_max = self.prompt_lookup_max or self.prompt_lookup_min
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"speculative_config.prompt_lookup_min is {self.prompt_lookup_min}, but must be at "
+                f"most prompt_lookup_max, which is {self.prompt_lookup_max}"
+            )
+
+
 class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Options of an engine; the command line has the same names with dashes."""
 
@@ -83,6 +126,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # Plan a step while the worker carries out the one before. None: resolve() decides. Within one
     # process the worker is called for each step, so that there is nothing to overlap.
     async_scheduling: bool | None = None
+    # An object or a dict of its fields. Without asynchronous scheduling.
+    speculative_config: SpeculativeConfig | None = None
     num_threads: int | None = None  # of the worker; None: the cores this process may use
     step_timeout: float = 300.0  # seconds after which a worker that gives no result counts as dead
 
@@ -112,6 +157,17 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"async_scheduling must be true, false or None, got {self.async_scheduling!r}"
             )
+        if isinstance(self.speculative_config, dict):
+            self.speculative_config = _speculative_config(self.speculative_config)
+        if not isinstance(self.speculative_config, SpeculativeConfig | None):
+            raise ValueError(
+                f"speculative_config must be a dict or None, got {self.speculative_config!r}"
+            )
+        if self.speculative_config is not None and self.async_scheduling:
+            raise ValueError(
+                "speculative_config and async_scheduling exclude each other: what the next step "
+                "computes follows from the result of the one before"
+            )
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
         if not 0 < self.step_timeout <= _LONGEST_STEP:
@@ -123,6 +179,11 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"model must be a string, got {self.model!r}")
         if not self.served_model_names:
             self.served_model_names = [self.model]
+
+    @property
+    def max_num_logits(self) -> int:
+        """Of one step. Drafts take what samples leave of them."""
+        return max(self.max_num_seqs, MIN_LOGITS_ROWS)
 
     def resolve(self, model: ModelConfig) -> "ResolvedConfig":
         """The numbers that follow from these options and the model.
@@ -189,7 +250,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         async_scheduling = self.async_scheduling
         if async_scheduling is None:
             # On a CPU the worker and the engine core would only take each other's cores.
-            async_scheduling = device == "cuda"
+            async_scheduling = device == "cuda" and self.speculative_config is None
         return ResolvedConfig(
             device=device,
             dtype=dtype,
@@ -209,6 +270,19 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
     num_blocks: int | None  # None: for the worker to find out
     block_bytes: int  # K and V of one block in all layers
     async_scheduling: bool
+
+
+def _speculative_config(given: dict[str, object]) -> SpeculativeConfig:
+    names = SpeculativeConfig.__struct_fields__
+    for name in given:
+        if name not in names:
+            raise ValueError(
+                f"speculative_config.{name} is not supported; there are {', '.join(names)}"
+            )
+    for name in ("method", "num_speculative_tokens"):
+        if given.get(name) is None:
+            raise ValueError(f"speculative_config.{name} is missing")
+    return SpeculativeConfig(**given)  # type: ignore[arg-type]  # it checks
 
 
 def kv_row_size(head_size: int, kv_cache_dtype: str) -> int:

@@ -255,6 +255,9 @@ class Engine:
             prefix_queries=core.prefix_queries,
             prefix_hits=core.prefix_hits,
             num_preemptions=core.num_preemptions,
+            num_drafts=core.num_drafts,
+            num_draft_tokens=core.num_draft_tokens,
+            num_accepted_tokens=core.num_accepted_tokens,
         )
 
     def close(self) -> None:

@@ -102,6 +102,9 @@ class CoreStats(msgspec.Struct, array_like=True):
     prefix_hits: int = 0  # tokens
     num_preemptions: int = 0
     num_steps: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class EngineOutputs(msgspec.Struct, array_like=True):

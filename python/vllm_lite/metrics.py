@@ -168,6 +168,7 @@ class Metrics:
             for reason in ("stop", "length", "abort", "error")
         }
         self._queries, self._hits, self._preemptions = _Total(), _Total(), _Total()
+        self._drafts, self._draft_tokens, self._accepted_tokens = _Total(), _Total(), _Total()
 
     def watch(self, prompt_tokens: int, stream: bool) -> "RequestWatch":
         return RequestWatch(self, prompt_tokens, stream)
@@ -205,6 +206,21 @@ class Metrics:
                 "num_preemptions",
                 "Sequences preempted.",
                 self._preemptions(stats.num_preemptions),
+            ),
+            (
+                "spec_decode_num_drafts",
+                "Steps of sequences in which draft tokens were verified.",
+                self._drafts(stats.num_drafts),
+            ),
+            (
+                "spec_decode_num_draft_tokens",
+                "Draft tokens verified.",
+                self._draft_tokens(stats.num_draft_tokens),
+            ),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Draft tokens that were right.",
+                self._accepted_tokens(stats.num_accepted_tokens),
             ),
         ):
             yield Counter(PREFIX + name, dict(self._labels), text, value)

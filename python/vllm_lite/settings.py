@@ -8,6 +8,7 @@ with underscores), under which the YAML file of ``--config`` knows it, and one e
 
 import argparse
 import difflib
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,17 @@ OTHER_VARIABLES = {
 }
 _SECRET = frozenset({"api_keys", "api_key"})
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Type of an option that is a JSON object; in a file it may be a mapping."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return value
 
 
 class Parser(argparse.ArgumentParser):
@@ -164,6 +176,8 @@ def _from_yaml(action: argparse.Action, value: Any, where: str) -> Any:
     if isinstance(action, argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
             raise ValueError(f"{where}: must be true or false, got {value!r}")
+        return value
+    if action.type is json_object and isinstance(value, dict):
         return value
     if is_list(action):
         items = value if isinstance(value, list) else [value]

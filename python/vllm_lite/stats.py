@@ -14,3 +14,6 @@ class EngineStats:
     prefix_queries: int = 0  # prompt tokens looked up in the prefix index
     prefix_hits: int = 0  # of those, the tokens found
     num_preemptions: int = 0
+    num_drafts: int = 0  # steps of sequences in which draft tokens were verified
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0

@@ -7,13 +7,11 @@ from collections.abc import Callable
 import torch
 
 from vllm_lite import ops
+from vllm_lite.config import MIN_LOGITS_ROWS
 from vllm_lite.worker.step_plan import NEW_ROW, NEW_ROW_WORDS, PooledPart
 
-# Hidden states of so many tokens are looked at together. It bounds the memory of their logits, and
-# is enough for the weights of the vocabulary to be read rarely.
-ROWS = 64
-
-# Of tokens of the step (int32 indices, at most ROWS): one row each, until the next call.
+# Of tokens of the step (int32 indices, at most MIN_LOGITS_ROWS, which is enough for the weights of
+# the vocabulary to be read rarely): one row each, until the next call.
 StatesOf = Callable[[torch.Tensor], torch.Tensor]
 
 # Means are of integers in this unit, whose sums do not depend on their order nor on how a prompt is
@@ -28,14 +26,14 @@ class PromptScorer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        states = torch.zeros(ROWS, NEW_ROW_WORDS - 1, dtype=torch.int32)
+        states = torch.zeros(MIN_LOGITS_ROWS, NEW_ROW_WORDS - 1, dtype=torch.int32)
         fields = states.numpy().view(_ROW_STATE)[:, 0]
         for name in ("top_p", "repetition_penalty"):
             fields[name] = 1.0
         fields["num_allowed"] = 1
         self._row_states = states.to(device)
-        self._rows = torch.arange(ROWS, dtype=torch.int32, device=device)
-        self._tokens = torch.zeros(ROWS, 1, dtype=torch.int32, device=device)
+        self._rows = torch.arange(MIN_LOGITS_ROWS, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(MIN_LOGITS_ROWS, 1, dtype=torch.int32, device=device)
 
     def score(
         self,
@@ -54,9 +52,9 @@ class PromptScorer:
         ranks = torch.empty(count, dtype=torch.int32, device=self._device)
         top_ids = torch.empty(count, num_top, dtype=torch.int32, device=self._device)
         top_logprobs = torch.empty(count, num_top, dtype=torch.float32, device=self._device)
-        chosen = torch.empty(ROWS, dtype=torch.int32, device=self._device)
-        for begin in range(0, count, ROWS):
-            indices, tokens, counts = scored[begin : begin + ROWS].t().contiguous()
+        chosen = torch.empty(MIN_LOGITS_ROWS, dtype=torch.int32, device=self._device)
+        for begin in range(0, count, MIN_LOGITS_ROWS):
+            indices, tokens, counts = scored[begin : begin + MIN_LOGITS_ROWS].t().contiguous()
             n, end = len(indices), begin + len(indices)
             self._tokens[:n, 0] = tokens
             self._row_states[:n, _NUM_LOGPROBS] = counts
@@ -84,8 +82,8 @@ class Pooler:
         places = {id(part): place for place, part in enumerate(p for p in parts if p.ends)}
         vectors = torch.empty(len(places), self._shape[1], device=self._device)
         last = [part for part in parts if not part.is_mean]
-        for begin in range(0, len(last), ROWS):
-            piece = last[begin : begin + ROWS]
+        for begin in range(0, len(last), MIN_LOGITS_ROWS):
+            piece = last[begin : begin + MIN_LOGITS_ROWS]
             states = states_of(self._ids([part.end - 1 for part in piece]))
             vectors[self._ids([places[id(part)] for part in piece])] = states.float()
         for part in parts:
@@ -102,8 +100,10 @@ class Pooler:
         if part.num_tokens == part.end - part.first:  # the sequence's first tokens
             self._sums[part.row] = 0
             self._broken[part.row] = 0
-        for begin in range(part.first, part.end, ROWS):
-            states = states_of(self._ids(range(begin, min(begin + ROWS, part.end)))).double()
+        for begin in range(part.first, part.end, MIN_LOGITS_ROWS):
+            states = states_of(
+                self._ids(range(begin, min(begin + MIN_LOGITS_ROWS, part.end)))
+            ).double()
             broken = ~(states.abs() < _LARGEST)
             units = states.masked_fill(broken, 0.0).mul_(_UNITS).round_().long()
             self._sums[part.row] += units.sum(0)

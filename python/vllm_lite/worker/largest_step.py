@@ -72,6 +72,6 @@ def largest_plan(
     header = [
         PLAN_MAGIC, HEADER_WORDS + len(body) // 4, 0, 0, num_tokens, num_seqs, num_seqs,
         len(table_updates), 0, 0, num_seqs, len(row_lists), longest, longest, num_logprobs, 0,
-        len(indices), num_logprobs, 0, 0,
+        len(indices), num_logprobs, 0, 0, 0, 0,
     ]  # fmt: skip
     return np.array(header, dtype=np.int32).tobytes() + body

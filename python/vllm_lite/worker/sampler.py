@@ -62,6 +62,8 @@ class Sampler:
         self._id_lists: torch.Tensor | None = None
         self._output_counts: torch.Tensor | None = None
         self._prompt_mask: torch.Tensor | None = None
+        # What each row has sampled in a step with drafts.
+        self._accepted: torch.Tensor | None = None
         self.workspace: torch.Tensor | None = None
         if device.type == "cuda":
             size = ops.sample_workspace_bytes(workspace_rows, vocab_size)
@@ -105,12 +107,13 @@ class Sampler:
         plan: StepPlan,
         token_masks: torch.Tensor | None = None,
         mask_index: torch.Tensor | None = None,
+        input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Samples from ``logits`` ``[num_logits, vocab_size]`` of the plan. Returns the words of
         the result's first sections.
 
         rows, positions: int32 ``[num_logits]``, on the device; so are the masks, if there are any
-        (``ops.sample``).
+        (``ops.sample``), and, if the plan has drafts, ``input_ids``: the tokens at the logits.
         """
         num_logits, num_top = plan.num_logits, plan.max_logprobs
         # The sections of a result.
@@ -130,12 +133,36 @@ class Sampler:
             if num_top > 0:
                 top_ids, top_logprobs = (top.view(num_logits, num_top) for top in tops)
                 top_logprobs = top_logprobs.view(torch.float32)
-        ops.sample(
-            logits, rows, positions, self._row_state, self._id_lists, self._output_counts,
-            self._prompt_mask, token_ids, logprobs, ranks, top_ids, top_logprobs, self.workspace,
-            self.last_tokens, token_masks, mask_index,
-        )  # fmt: skip
+        if input_ids is None:
+            ops.sample(
+                logits, rows, positions, self._row_state, self._id_lists, self._output_counts,
+                self._prompt_mask, token_ids, logprobs, ranks, top_ids, top_logprobs,
+                self.workspace, self.last_tokens, token_masks, mask_index,
+            )  # fmt: skip
+            return words
+        # A round after the other, since penalties count what the round before has sampled. Where
+        # that was not the draft there is no row any more, and nothing is counted.
+        if self._accepted is None:
+            self._accepted = self._zeros(torch.int32, self._max_rows)
+        begin = 0
+        for size in plan.logits_rounds():
+            part = slice(begin, begin + size)
+            sampled = rows[part]
+            if begin > 0:
+                sampled = torch.where(self._accepted[sampled] == input_ids[part], sampled, -1)
+            ops.sample(
+                logits[part], sampled, positions[part], self._row_state, self._id_lists,
+                self._output_counts, self._prompt_mask, token_ids[part], _part(logprobs, part),
+                _part(ranks, part), _part(top_ids, part), _part(top_logprobs, part),
+                self.workspace, self.last_tokens, token_masks, _part(mask_index, part),
+            )  # fmt: skip
+            self._accepted[rows[part]] = token_ids[part]
+            begin += size
         return words
 
     def _zeros(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)
+
+
+def _part(tensor: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    return None if tensor is None else tensor[part]

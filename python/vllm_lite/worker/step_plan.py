@@ -8,7 +8,7 @@ import torch
 
 PLAN_MAGIC = 0x564C5031
 RESULT_MAGIC = 0x564C5231
-HEADER_WORDS = 20
+HEADER_WORDS = 22
 # A new row: its number, then a RowState (csrc/core/row_state.h).
 NEW_ROW = np.dtype(
     [
@@ -100,6 +100,7 @@ class StepPlan:
         num_updates, num_copies, num_freed, self._num_new_rows, self._num_list_words = header[7:12]
         self.max_logprobs, self.num_placeholders = header[14:16]
         self.num_scored, self.max_prompt_logprobs, self.num_pooled, self.num_vectors = header[16:20]
+        self.num_drafts, num_draft_rounds = header[20:]
         self._query_start_at = HEADER_WORDS + 4 * self.num_tokens
         begin = self._query_start_at + 3 * self.num_seqs + 1 + self.num_logits
         self.changes = self.words[begin:]
@@ -111,13 +112,14 @@ class StepPlan:
             self._num_list_words,
             3 * self.num_scored,
             3 * self.num_pooled,
+            num_draft_rounds,
         )
 
     def split_changes(self, words: torch.Tensor) -> StepChanges:
         """words: those of ``changes``, on any device. Raises RuntimeError if they are not as many
         as the plan says.
         """
-        updates, copies, _, new_rows, lists, scored, _ = words.split_with_sizes(self._change_words)
+        updates, copies, _, new_rows, lists, scored, *_ = words.split_with_sizes(self._change_words)
         return StepChanges(
             updates.view(-1, 3), copies.view(-1, 2), new_rows.view(-1, NEW_ROW_WORDS), lists,
             scored.view(-1, 3),
@@ -130,7 +132,7 @@ class StepPlan:
         starts = words[begin : begin + self.num_seqs + 1]
         lens = words[begin + self.num_seqs + 1 :][: self.num_seqs]
         rows = words[begin + 2 * self.num_seqs + 1 :][: self.num_seqs]
-        pooled = words[len(words) - 3 * self.num_pooled :].reshape(-1, 3).tolist()
+        pooled = self.changes.split_with_sizes(self._change_words)[6].view(-1, 3).tolist()
         return [
             PooledPart(
                 row=int(rows[sequence]),
@@ -192,15 +194,36 @@ class StepPlan:
         rows: list[int] = self._new_rows()["row"].tolist()
         return rows
 
+    def logits_rounds(self) -> list[int]:
+        """How the logits are divided: those at the sequences' last known tokens, then at their
+        first drafts, and so on.
+        """
+        rounds: list[int] = self.changes.split_with_sizes(self._change_words)[7].tolist()
+        return [self.num_logits - self.num_drafts, *rounds]
+
+    def drafts(self) -> dict[int, list[int]]:
+        """By row, of the rows that have any."""
+        token_ids = self.words[HEADER_WORDS + 2 * self.num_tokens :]
+        begin = self.num_logits - self.num_drafts
+        found: dict[int, list[int]] = {}
+        drafts = token_ids[self._logits_indices()[begin:]].tolist()
+        for row, draft in zip(self.sampled_rows()[begin:], drafts, strict=True):
+            found.setdefault(row, []).append(draft)
+        return found
+
     def sampled_rows(self) -> list[int]:
         """The row of each logit."""
         words = self.words.numpy()
         at, count = self._query_start_at, self.num_seqs
         query_start = words[at : at + count + 1]
         rows = words[at + 2 * count + 1 : at + 3 * count + 1]
-        indices = words[at + 3 * count + 1 : at + 3 * count + 1 + self.num_logits]
-        sampled: list[int] = rows[query_start.searchsorted(indices, side="right") - 1].tolist()
+        places = query_start.searchsorted(self._logits_indices().numpy(), side="right") - 1
+        sampled: list[int] = rows[places].tolist()
         return sampled
+
+    def _logits_indices(self) -> torch.Tensor:
+        at = self._query_start_at + 3 * self.num_seqs + 1
+        return self.words[at : at + self.num_logits]
 
     def _new_rows(self) -> np.ndarray:
         """[count], of NEW_ROW."""

@@ -76,14 +76,15 @@ class _Row:
         if self.matcher is not None and not self.matcher.is_stopped():
             self.matcher.consume_token(token)
 
-    def finish(self, mask: np.ndarray) -> None:
-        """mask: uint32, all that the grammar allows."""
+    def finish(self, mask: np.ndarray, drafts: list[int]) -> None:
+        """mask: uint32, all that the grammar allows after ``drafts``."""
         if self.matcher is not None and self.matcher.is_error():
             logger.warning("a grammar failed: %s", self.matcher.get_error()[:400])
             mask[:] = 0
             return
         ends = [self._ignored_ids]
-        if len(self._output) < self._constraint.min_tokens:
+        output = self._output + drafts if drafts else self._output
+        if len(output) < self._constraint.min_tokens:
             ends.append(self._late_ids)
         end_ids = np.concatenate(ends)
         if len(end_ids):
@@ -93,9 +94,9 @@ class _Row:
             if self.matcher is None or without.any():
                 mask[:] = without
         _clear(mask, self._single)
-        if self._output:
-            for beginning, last in self._endings.get(self._output[-1], ()):
-                if self._output[-len(beginning) :] == beginning:
+        if output:
+            for beginning, last in self._endings.get(output[-1], ()):
+                if output[-len(beginning) :] == beginning:
                     _clear(mask, np.array([last], "u4"))
 
 
@@ -120,7 +121,8 @@ class TokenMasks:
         self._device = device
         self._load_tokenizer = load_tokenizer
         self._thread: ThreadPoolExecutor | None = None
-        # The caller's: rows that have constraints since the last plan, and what they sample in it.
+        # The caller's: rows that have constraints since the last plan, and what they sample in it,
+        # for each row in the order of its tokens.
         self._constrained: set[int] = set()
         self._sampled: list[tuple[int, int]] = []
         self._untaken: list[_Sampled] = []
@@ -148,12 +150,15 @@ class TokenMasks:
         ]
         if not (gone or new or self._sampled):
             return None
+        drafts = plan.drafts() if plan.num_drafts > 0 else {}
         untaken, self._untaken = self._untaken, []
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-lite-masks")
             with large_stacks():
                 self._thread.submit(int)  # starts the thread
-        return self._thread.submit(self._make, untaken, gone, new, self._sampled, plan.num_logits)
+        return self._thread.submit(
+            self._make, untaken, gone, new, self._sampled, drafts, plan.num_logits
+        )
 
     def launched(self, result: PendingResult) -> None:
         """``result``: of the step that was begun last."""
@@ -166,6 +171,7 @@ class TokenMasks:
         gone: set[int],
         new: list[RowConstraint],
         sampled: list[tuple[int, int]],
+        drafts: dict[int, list[int]],
         num_logits: int,
     ) -> StepMasks | None:
         for step in untaken:
@@ -185,16 +191,26 @@ class TokenMasks:
         shape = len(sampled), (self._vocab_size + 31) // 32
         masks = torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned)
         index = torch.full((num_logits,), -1, dtype=torch.int32, pin_memory=pinned)
-        rows = [self._rows[row] for _, row in sampled]
-        matchers = [(row.matcher, i) for i, row in enumerate(rows) if row.matcher is not None]
+        # A row's masks lie behind one another, each after one draft more.
+        logits: dict[int, list[int]] = {}
+        for logit, row in sampled:
+            logits.setdefault(row, []).append(logit)
+        rows = [(self._rows[row], drafts.get(row, []), logits[row]) for row in logits]
+        matchers, num_masks = [], 0
+        for constrained, ahead, of_row in rows:
+            if constrained.matcher is not None:
+                matchers.append((constrained.matcher, num_masks, ahead))
+            num_masks += len(of_row)
         if matchers and self._executor is not None:
-            self._executor.unsafe_compute_mask_ptr(
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(
                 matchers, masks.data_ptr(), masks.shape[1] * 4, masks.shape[0]
             )
-        words = masks.numpy().view(np.uint32)
-        for i, constrained in enumerate(rows):
-            constrained.finish(words[i])
-            index[sampled[i][0]] = i
+        words, at = masks.numpy().view(np.uint32), 0
+        for constrained, ahead, of_row in rows:
+            for num_ahead, logit in enumerate(of_row):
+                constrained.finish(words[at], ahead[:num_ahead])
+                index[logit] = at
+                at += 1
         return StepMasks(masks, index)
 
     def _matcher(self, grammar: str) -> "LLMatcher":

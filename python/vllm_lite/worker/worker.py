@@ -23,7 +23,7 @@ from vllm_lite.worker.cuda import (
     measured_kv_memory,
     unmeasured_bytes,
 )
-from vllm_lite.worker.hidden_states import ROWS, Pooler, PromptScorer
+from vllm_lite.worker.hidden_states import Pooler, PromptScorer
 from vllm_lite.worker.largest_step import largest_plan
 from vllm_lite.worker.sampler import PendingResult, Sampler
 from vllm_lite.worker.step_inputs import InputSizes, StepInputs, upload
@@ -115,7 +115,7 @@ class Worker:
         )  # fmt: skip
         if resolved.device == "cuda":
             # Graphs know the place of what a step computes in, so it must not move.
-            self.model.reserve(config.max_num_batched_tokens, max(config.max_num_seqs, ROWS))
+            self.model.reserve(config.max_num_batched_tokens, config.max_num_logits)
         self._max_model_len = resolved.max_model_len
         max_blocks = -(-resolved.max_model_len // config.block_size)
         self._block_tables = torch.zeros(
@@ -147,7 +147,7 @@ class Worker:
         self.kv_arena = self._make_arena(resolved.num_blocks)
         if resolved.device == "cpu":
             largest = InputSizes(
-                config.max_num_batched_tokens, config.max_num_seqs, max(config.max_num_seqs, ROWS)
+                config.max_num_batched_tokens, config.max_num_seqs, config.max_num_logits
             )
             self._recorded = RecordedForward(self.model, self._make_inputs(largest), self.kv_arena)
         if resolved.device == "cuda" and not config.enforce_eager:
@@ -204,6 +204,9 @@ class Worker:
             inputs.sample_positions[:count],
             plan,
             *self._masks_on_device(masks),
+            inputs.batch.token_ids[inputs.batch.logits_indices[:count]]
+            if plan.num_drafts
+            else None,
         )
         source = self._recorded or self.model
         more: list[torch.Tensor] = []
@@ -347,5 +350,7 @@ class Worker:
         del self.kv_arena
 
     def _make_sampler(self) -> Sampler:
-        rows = self._config.max_num_seqs
-        return Sampler(rows, max(rows, ROWS), self._model_config.vocab_size, self._device)
+        config = self._config
+        return Sampler(
+            config.max_num_seqs, config.max_num_logits, self._model_config.vocab_size, self._device
+        )

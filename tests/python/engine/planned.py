@@ -5,7 +5,6 @@ host. For tests, and for dry runs of benchmarks.
 import torch
 
 from vllm_lite import LLM, ops
-from vllm_lite.worker.hidden_states import ROWS
 from vllm_lite.worker.worker import Worker
 
 
@@ -17,8 +16,8 @@ def with_plans(llm: LLM) -> Worker:
     worker._recorded = None
     worker._workspace = torch.full((size,), torch.nan)
     worker._num_multiprocessors = 4
-    rows = llm.engine.config.max_num_seqs
+    rows = llm.engine.config.max_num_logits
     worker._sampler.workspace = torch.empty(
-        ops.sample_workspace_bytes(max(rows, ROWS), config.vocab_size), dtype=torch.uint8
+        ops.sample_workspace_bytes(rows, config.vocab_size), dtype=torch.uint8
     )
     return worker

@@ -32,6 +32,10 @@ def make_core(**changes: Any) -> _core.EngineCore:
         "sliding_window": 0,
         "num_clients": 1,
         "async_scheduling": False,
+        "num_speculative_tokens": 0,
+        "prompt_lookup_min": 0,
+        "prompt_lookup_max": 0,
+        "max_num_logits": 0,
         "tokens": table,
     }
     return _core.EngineCore(**{**options, **changes})

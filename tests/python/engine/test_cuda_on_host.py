@@ -17,14 +17,13 @@ from engine.planned import with_plans
 from ops.back_ends import use
 from tiny_model import NUM_LAYERS, VOCAB_SIZE
 from vllm_lite import LLM, PoolingParams, SamplingParams, StructuredOutputsParams, ops
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import MIN_LOGITS_ROWS, EngineConfig
 from vllm_lite.model_config import load_model_config
 from vllm_lite.model_files import ModelFiles
 from vllm_lite.outputs import PoolingRequestOutput
 from vllm_lite.sampling_params import MAX_LOGPROBS
 from vllm_lite.worker import worker as worker_module
 from vllm_lite.worker.cuda import DecodeGraphs, measured_kv_memory, unmeasured_bytes
-from vllm_lite.worker.hidden_states import ROWS
 from vllm_lite.worker.largest_step import largest_plan
 from vllm_lite.worker.step_inputs import upload
 from vllm_lite.worker.step_plan import HEADER_WORDS, StepPlan
@@ -261,7 +260,10 @@ def test_the_largest_step_attends_and_samples_at_the_largest_sizes(tiny_model: s
         assert out.isfinite().all() and (out != 0).any(-1).all()
     step, *scored = sampled
     # All tokens that are not sampled from, in pieces.
-    assert [len(piece["logits"]) for piece in scored] == [ROWS, num_tokens - num_seqs - ROWS]
+    assert [len(piece["logits"]) for piece in scored] == [
+        MIN_LOGITS_ROWS,
+        num_tokens - num_seqs - MIN_LOGITS_ROWS,
+    ]
     for piece in scored:
         assert (piece["ranks"] > 0).all() and piece["top_ids"].shape[1] == MAX_LOGPROBS
     assert step["logits"].shape == (num_seqs, VOCAB_SIZE) and step["logits"].std() > 0

@@ -21,8 +21,9 @@ from vllm_lite import (
     RequestOutputKind,
     SamplingParams,
 )
+from vllm_lite.config import MIN_LOGITS_ROWS
 from vllm_lite.scoring import score_prompt
-from vllm_lite.worker.hidden_states import ROWS, Pooler, PromptScorer
+from vllm_lite.worker.hidden_states import Pooler, PromptScorer
 from vllm_lite.worker.step_plan import PooledPart
 
 HIDDEN_SIZE = 128
@@ -333,7 +334,7 @@ def test_the_largest_results_go_through_the_rings(tiny_model: str, llm: LLM) -> 
 
 
 def test_a_token_without_finite_logits_has_rank_0() -> None:
-    logits = torch.zeros(ROWS, 8)
+    logits = torch.zeros(MIN_LOGITS_ROWS, 8)
     logits[1, 3] = math.nan
     scored = torch.tensor([[0, 2, 1], [1, 2, 0], [2, 7, 1]], dtype=torch.int32)
     scorer = PromptScorer(torch.device("cpu"))
