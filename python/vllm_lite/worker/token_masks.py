@@ -196,15 +196,19 @@ class TokenMasks:
         for logit, row in sampled:
             logits.setdefault(row, []).append(logit)
         rows = [(self._rows[row], drafts.get(row, []), logits[row]) for row in logits]
-        matchers, num_masks = [], 0
+        plain, ahead_of, num_masks = [], [], 0
         for constrained, ahead, of_row in rows:
-            if constrained.matcher is not None:
-                matchers.append((constrained.matcher, num_masks, ahead))
+            if constrained.matcher is not None and ahead:
+                ahead_of.append((constrained.matcher, num_masks, ahead))
+            elif constrained.matcher is not None:
+                plain.append((constrained.matcher, num_masks))
             num_masks += len(of_row)
-        if matchers and self._executor is not None:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(
-                matchers, masks.data_ptr(), masks.shape[1] * 4, masks.shape[0]
-            )
+        if self._executor is not None:
+            place = masks.data_ptr(), masks.shape[1] * 4, masks.shape[0]
+            if plain:
+                self._executor.unsafe_compute_mask_ptr(plain, *place)
+            if ahead_of:
+                self._executor.unsafe_compute_mask_ptr_with_draft_token(ahead_of, *place)
         words, at = masks.numpy().view(np.uint32), 0
         for constrained, ahead, of_row in rows:
             for num_ahead, logit in enumerate(of_row):

@@ -13,7 +13,14 @@ import pytest
 import vllm_lite
 from cli.options_page import PAGE, render
 from vllm_lite.arguments import engine_config, serve_parser, server_options
-from vllm_lite.settings import OTHER_VARIABLES, Settings, read, unknown_variables, variable_of
+from vllm_lite.settings import (
+    OTHER_VARIABLES,
+    Settings,
+    json_object,
+    read,
+    unknown_variables,
+    variable_of,
+)
 
 PACKAGE = str(Path(vllm_lite.__file__).parents[1])
 
@@ -77,6 +84,9 @@ def test_every_option_can_come_from_each_source(tmp_path: Path) -> None:
         elif action.type is None:
             value = yaml = text = "name"
             flag = [f"--{key}", "name"] if action.option_strings else ["name"]
+        elif action.type is json_object:
+            value, yaml, text = {"a": [1]}, "{a: [1]}", '{"a": [1]}'
+            flag = [f"--{key}", text]
         else:
             value, yaml, text, flag = 7, "7", "7", [f"--{key}", "7"]
         expected[action.dest] = value
@@ -116,6 +126,9 @@ def test_every_option_can_come_from_each_source(tmp_path: Path) -> None:
         ("api-key: 0123", r"api-key: must be text \(put it in quotes\), got 83"),
         ("served-model-name: [a, 5]", "served-model-name: must be text"),
         ("kv-cache-memory: lots", "kv-cache-memory: not a number of bytes"),
+        ("speculative-config: '{'", "speculative-config: not JSON"),
+        ("speculative-config: '[1]'", r"speculative-config: must be a JSON object, got '\[1\]'"),
+        ("speculative-config: [1]", r"speculative-config: must be a single value, got \[1\]"),
         ("- port", "must be a mapping"),
         ("port: {", "not valid YAML"),
         ("[" * 5000, "not valid YAML"),
@@ -217,6 +230,7 @@ def test_effective_configuration_is_logged_without_keys(tmp_path: Path, tiny_mod
     process = serve(tiny_model, "--port", "0", "--config", path)
     assert process.stderr is not None
     configuration = next(line for line in process.stderr if "configuration:" in line)
+    next(line for line in process.stderr if "starting" in line)  # from here on it heeds signals
     process.terminate()
     _, rest = process.communicate(timeout=60)
     assert process.returncode == 0, rest

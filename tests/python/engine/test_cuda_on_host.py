@@ -112,6 +112,29 @@ def test_planned_steps_give_the_tokens_of_the_cpu(tiny_model: str) -> None:
         assert logprobs == pytest.approx(expected_logprobs, abs=0.05)
 
 
+def test_drafts_are_verified_as_on_the_cpu(tiny_model: str) -> None:
+    prompts = [{"prompt_token_ids": [7, 8, 9 + i] * 5 + [7, 8]} for i in range(3)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=16, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, repetition_penalty=0.8),
+        SamplingParams(temperature=0.3, seed=1, top_p=0.9, max_tokens=16, ignore_eos=True),
+    ]
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    found = []
+    with on_host():
+        for speculative in (None, ngram):
+            with LLM(
+                tiny_model, num_threads=1, max_model_len=128, dtype="bfloat16",
+                speculative_config=speculative,
+            ) as llm:  # fmt: skip
+                with_plans(llm)
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                found.append([output.outputs[0].token_ids for output in outputs])
+                stats = llm.engine.stats()
+    assert found[0] == found[1]
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
 def with_float8_cache(llm: LLM) -> None:
     """The KV arena that --kv-cache-dtype fp8 gives a worker on a GPU."""
     worker = with_plans(llm)

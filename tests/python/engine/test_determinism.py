@@ -34,6 +34,13 @@ BLOCK_SIZE = 16
 MAX_TOKENS = 12
 MAX_LEN = 96
 SMALL_POOL_BLOCKS = 24  # of which a request takes up to 6
+# Of half the engines. Most of what it guesses of such outputs is wrong.
+SPECULATIVE = {
+    "speculative_config": {
+        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
+        "prompt_lookup_max": 2,
+    }
+}  # fmt: skip
 
 Prompt = list[int]
 Result = list[tuple[int, dict[int, float]]]
@@ -162,18 +169,22 @@ class Engine:
 def check(model: str, options: dict[str, Any], share: int) -> None:
     """Every combination; with ``share`` n, an n-th of them for each chunk and pool."""
     expected: list[Result] | None = None
-    preemptions = 0
+    preemptions = drafts = 0
     for index, (chunk, pool) in enumerate(product(CHUNKS, POOLS)):
-        engine = Engine(model, options, chunk, pool)
+        speculative = SPECULATIVE if (index + index // 2) % 2 else {}
+        engine = Engine(model, options | speculative, chunk, pool)
         with engine.llm:
             if expected is None:
                 expected = engine.run("alone", "cold")
                 assert len({str(result) for result in expected}) == len(REQUESTS)
             for batch, cache in COMBINATIONS[index % share :: share]:
                 assert engine.run(batch, cache) == expected, (chunk, pool, batch, cache)
-            preemptions += engine.llm.engine.stats().num_preemptions
-            assert (engine.llm.engine.stats().num_preemptions > 0) <= (pool == "preempting")
-    assert preemptions > 0
+            stats = engine.llm.engine.stats()
+        preemptions += stats.num_preemptions
+        drafts += stats.num_draft_tokens
+        assert (stats.num_preemptions > 0) <= (pool == "preempting")
+        assert (stats.num_draft_tokens > 0) <= bool(speculative)
+    assert preemptions > 0 and drafts > 0
 
 
 def cases() -> list[Any]:
