@@ -49,6 +49,7 @@ struct EngineCore::Stream : Sequence {
   Detokenizer detokenizer;
   StopMatcher matcher;
   PromptLogprobs prompt_logprobs;  // of as many tokens as results have come for
+  int32_t num_drafts = 0;          // that are worth a try
 };
 
 struct EngineCore::Request {
@@ -222,7 +223,8 @@ void EngineCore::start(Request& request) {
     stream->num_prompt_tokens = static_cast<int32_t>(num_prompt);
     stream->max_total_tokens = static_cast<int32_t>(total);
     stream->pooling = in.pooling;
-    stream->drafts.reserve(static_cast<size_t>(scheduler_.config().num_speculative_tokens));
+    stream->num_drafts = scheduler_.config().num_speculative_tokens;
+    stream->drafts.reserve(static_cast<size_t>(stream->num_drafts));
     if (has_search) {
       stream->group = &request.beams;
       request.beams.beams.push_back(stream.get());
@@ -371,12 +373,18 @@ void EngineCore::absorb_drafts(const ScheduledSequence& part, const StepResultVi
   }
 }
 
+// After a wrong draft only as many as were right before it, or one; twice as many whenever all were
+// right. So text that does not repeat itself costs little more than without drafts.
 void EngineCore::propose_drafts(const Step& step) {
-  const auto num_drafts = static_cast<size_t>(scheduler_.config().num_speculative_tokens);
+  const int32_t most = scheduler_.config().num_speculative_tokens;
   for (const ScheduledSequence& part : step.sequences) {
-    Sequence& s = *part.sequence;
+    Stream& s = static_cast<Stream&>(*part.sequence);
     if (!part.samples || s.group != nullptr || s.state == SequenceState::kFinished) continue;
-    propose_ngram(ngram_, s.tokens, num_drafts, s.drafts);
+    if (part.num_drafts > 0) {
+      s.num_drafts = part.num_accepted == part.num_drafts ? std::min(2 * s.num_drafts, most)
+                                                          : std::max(1, part.num_accepted);
+    }
+    propose_ngram(ngram_, s.tokens, static_cast<size_t>(s.num_drafts), s.drafts);
   }
 }
 
