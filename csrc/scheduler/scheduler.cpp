@@ -232,7 +232,7 @@ void Scheduler::plan_scores(ScheduledSequence& part) {
   step.num_pooled += part.ends_prompt() || s.pooling == Pooling::kMean;
 }
 
-// Drafts for the parts that sample, while tokens and logits of the step last.
+// Drafts for the parts that sample, while tokens, logits and blocks last.
 void Scheduler::plan_drafts(int32_t& budget) {
   Step& step = planned_->step;
   int32_t left = budget;
@@ -242,16 +242,17 @@ void Scheduler::plan_drafts(int32_t& budget) {
     if (!part.samples || s.drafts.empty()) continue;
     VL_ASSERT(num_in_flight_ == 0 && s.group == nullptr);
     const int32_t end = part.first_token + part.num_tokens;
+    const auto num_blocks =
+        static_cast<int64_t>(s.block_table.blocks.size()) + cache_.num_available_blocks();
+    const int64_t num_slots = std::min<int64_t>(num_blocks * block_size_ - end, kMaxDrafts);
     // With all of them right the sequence has one token more than drafts.
-    int32_t num_drafts =
+    const int32_t num_drafts =
         std::min({static_cast<int32_t>(s.drafts.size()), config_.num_speculative_tokens, left,
-                  s.max_total_tokens - end - 1, max_chunk() - part.num_tokens});
+                  s.max_total_tokens - end - 1, max_chunk() - part.num_tokens,
+                  static_cast<int32_t>(num_slots)});
     if (num_drafts <= 0) continue;
-    if (!cache_.grow(s.block_table, end + num_drafts)) {
-      const auto num_blocks = static_cast<int32_t>(s.block_table.blocks.size());
-      num_drafts = num_blocks * block_size_ - end;
-      if (num_drafts <= 0) continue;
-    }
+    const bool grown = cache_.grow(s.block_table, end + num_drafts);
+    VL_ASSERT(grown);
     part.num_drafts = num_drafts;
     step.num_drafts += num_drafts;
     left -= num_drafts;

@@ -5,6 +5,8 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <limits>
 #include <map>
 #include <set>
 #include <tuple>
@@ -23,11 +25,16 @@ struct NaiveKnowledge {
   std::map<const Sequence*, int32_t> announced;
 };
 
+// What may let a sequence have fewer drafts computed than it has.
+enum DraftLimit { kSpeculative, kBudget, kLogits, kTotal, kChunk, kBlocks, kNumDraftLimits };
+
 struct NaiveDecision {
-  std::vector<std::tuple<const Sequence*, int32_t, int32_t>> scheduled;  // first token, tokens
+  // First token, tokens, drafts.
+  std::vector<std::tuple<const Sequence*, int32_t, int32_t, int32_t>> scheduled;
   std::set<const Sequence*> preempted;
   std::set<const Sequence*> passed_over;
   std::set<const Sequence*> held_back;
+  std::array<int64_t, kNumDraftLimits> cuts{};  // sequences, by what cut their drafts
 };
 
 class NaivePolicy {
@@ -36,10 +43,10 @@ class NaivePolicy {
       : config_(config),
         num_blocks_(cache.num_blocks),
         block_size_(cache.block_size),
+        next_block_(cache.num_blocks),
         min_awaited_(cache.enable_prefix_caching ? config.min_awaited_tokens : 0) {}
 
-  NaiveDecision decide(const std::vector<const Sequence*>& sequences,
-                       const NaiveKnowledge& known) const {
+  NaiveDecision decide(const std::vector<const Sequence*>& sequences, const NaiveKnowledge& known) {
     std::vector<Item> running;
     std::vector<Item> waiting;
     for (const Sequence* s : sequences) {
@@ -58,7 +65,27 @@ class NaivePolicy {
 
     NaiveDecision decision;
     int32_t budget = config_.max_num_batched_tokens;
-    BlockId fresh = num_blocks_;  // ids for blocks that the decision adds
+    serve(running, budget, decision);
+    if (decision.preempted.empty()) admit(running, waiting, known, budget, decision);
+    add_drafts(running, budget, decision);
+    return decision;
+  }
+
+ private:
+  struct Item {
+    const Sequence* sequence;
+    int32_t computed;  // once the steps in flight are done
+    std::vector<BlockId> blocks;
+    int32_t committed = 0;  // tokens computed, without the steps in flight
+    int32_t announced = 0;
+    int32_t remaining() const {
+      const int32_t tokens = sequence->num_tokens() + sequence->num_pending;
+      return tokens == sequence->max_total_tokens ? 0 : tokens - computed;
+    }
+  };
+  static Item item(const Sequence& s) { return {&s, s.num_planned, s.block_table.blocks}; }
+
+  void serve(std::vector<Item>& running, int32_t& budget, NaiveDecision& decision) {
     for (size_t i = 0; i < running.size(); ++i) {
       int32_t reserved = 0;
       for (size_t j = i + 1; j < running.size(); ++j) reserved += running[j].remaining() == 1;
@@ -69,14 +96,16 @@ class NaivePolicy {
       while (missing > available(running)) {
         decision.preempted.insert(running.back().sequence);
         running.pop_back();
-        if (running.size() == i) return decision;  // it preempted itself, the last
+        if (running.size() == i) return;  // it preempted itself, the last
       }
-      for (int32_t k = 0; k < missing; ++k) running[i].blocks.push_back(fresh++);
-      decision.scheduled.emplace_back(running[i].sequence, running[i].computed, n);
+      add_blocks(running[i], missing);
+      decision.scheduled.emplace_back(running[i].sequence, running[i].computed, n, 0);
       budget -= n;
     }
-    if (!decision.preempted.empty()) return decision;
+  }
 
+  void admit(std::vector<Item>& running, std::vector<Item>& waiting, const NaiveKnowledge& known,
+             int32_t& budget, NaiveDecision& decision) {
     const auto max_running =
         static_cast<size_t>(std::min(config_.max_num_seqs, config_.max_num_batched_tokens));
     std::vector<const Sequence*> blocked;
@@ -118,29 +147,56 @@ class NaivePolicy {
         if (candidate.sequence->num_passed_over >= config_.max_passed_over) break;
         continue;
       }
-      for (int32_t k = 0; k < missing; ++k) candidate.blocks.push_back(fresh++);
+      add_blocks(candidate, missing);
       const int32_t n = std::min({candidate.remaining(), chunk(), budget});
-      decision.scheduled.emplace_back(candidate.sequence, candidate.computed, n);
+      decision.scheduled.emplace_back(candidate.sequence, candidate.computed, n, 0);
       decision.passed_over.insert(blocked.begin(), blocked.end());
       budget -= n;
       running.push_back(candidate);
     }
-    return decision;
   }
 
- private:
-  struct Item {
-    const Sequence* sequence;
-    int32_t computed;  // once the steps in flight are done
-    std::vector<BlockId> blocks;
-    int32_t committed = 0;  // tokens computed, without the steps in flight
-    int32_t announced = 0;
-    int32_t remaining() const {
-      const int32_t tokens = sequence->num_tokens() + sequence->num_pending;
-      return tokens == sequence->max_total_tokens ? 0 : tokens - computed;
+  // Out of what is left when everybody has been served.
+  void add_drafts(std::vector<Item>& running, int32_t budget, NaiveDecision& decision) {
+    if (config_.num_speculative_tokens == 0) return;
+    const auto samples = [](const auto& scheduled) {
+      const auto& [s, first, n, num_drafts] = scheduled;
+      return first + n == s->num_tokens();
+    };
+    int32_t logits = config_.max_num_logits;
+    if (logits == 0) logits = std::numeric_limits<int32_t>::max();
+    logits -= static_cast<int32_t>(
+        std::count_if(decision.scheduled.begin(), decision.scheduled.end(), samples));
+    for (auto& scheduled : decision.scheduled) {
+      auto& [s, first, n, num_drafts] = scheduled;
+      if (!samples(scheduled) || s->drafts.empty()) continue;
+      Item& own = *std::find_if(running.begin(), running.end(),
+                                [&s = s](const Item& r) { return r.sequence == s; });
+      const int32_t end = first + n;
+      const int32_t blocks = static_cast<int32_t>(own.blocks.size()) + available(running);
+      int32_t limits[kNumDraftLimits];
+      limits[kSpeculative] = config_.num_speculative_tokens;
+      limits[kBudget] = budget;
+      limits[kLogits] = logits;
+      limits[kTotal] = s->max_total_tokens - 1 - end;
+      limits[kChunk] = chunk() - n;
+      limits[kBlocks] = blocks * block_size_ - end;
+      num_drafts = static_cast<int32_t>(s->drafts.size());
+      const int32_t limit = *std::min_element(std::begin(limits), std::end(limits));
+      if (limit < num_drafts) {
+        num_drafts = limit;
+        for (size_t i = 0; i < kNumDraftLimits; ++i) decision.cuts[i] += limits[i] == limit;
+      }
+      budget -= num_drafts;
+      logits -= num_drafts;
+      if (num_drafts == 0) continue;
+      add_blocks(own, blocks_for(end + num_drafts) - static_cast<int32_t>(own.blocks.size()));
     }
-  };
-  static Item item(const Sequence& s) { return {&s, s.num_planned, s.block_table.blocks}; }
+  }
+
+  void add_blocks(Item& to, int32_t count) {
+    for (int32_t i = 0; i < count; ++i) to.blocks.push_back(next_block_++);
+  }
 
   bool before(const Sequence& a, const Sequence& b) const {
     const bool priority = config_.policy == SchedulingPolicy::kPriority;
@@ -182,6 +238,7 @@ class NaivePolicy {
   const SchedulerConfig config_;
   const int32_t num_blocks_;
   const int32_t block_size_;
+  BlockId next_block_;  // an id for a block that a decision adds
   const int32_t min_awaited_;
 };
 

@@ -1,9 +1,11 @@
 // Seeded random traces of add, finish, plan, commit, cancel and recompute_all on random, mostly
 // tiny configurations, against the worker model and the naive policy. Asynchronous traces have a
-// delayed worker, which answers a plan after the next was made.
+// delayed worker, which answers a plan after the next was made; synchronous ones have drafts, of
+// which the first so many are right.
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstdlib>
 #include <deque>
 #include <memory>
@@ -36,6 +38,11 @@ struct Coverage {
   int64_t let_go = 0;             // admitted with a hit after it was held back
   int64_t announced = 0;          // plans times running sequences
   int64_t cut_off = 0;            // of those, others do not find all of it
+  int64_t drafts = 0;             // computed
+  int64_t accepted = 0;
+  int64_t resumed_drafts = 0;  // computed with all tokens of a preempted sequence
+  int64_t failed_drafts = 0;   // rows that failed at an accepted one
+  std::array<int64_t, kNumDraftLimits> cuts{};
 };
 
 class Trace {
@@ -58,6 +65,10 @@ class Trace {
     config_.look_past = pick(0, 4);
     config_.max_passed_over = pick(0, 4);
     config_.min_awaited_tokens = chance(0.8) ? pick(1, 8) : 0;
+    if (!is_async && chance(0.6)) {
+      config_.num_speculative_tokens = pick(1, 5);
+      config_.max_num_logits = chance(0.4) ? config_.max_num_seqs + pick(0, 6) : 0;
+    }
     failures_ = chance(0.3);
     aborts_ = chance(0.5);
     cache_ = std::make_unique<KvCacheManager>(cache_config_);
@@ -209,8 +220,23 @@ class Trace {
     reap();
   }
 
+  // As many as it likes for each sequence, those running and those that wait.
+  void set_drafts() {
+    for (const auto& live : live_) {
+      Sequence& s = live->sequence;
+      if (s.state == SequenceState::kFinished || chance(0.2)) continue;
+      const auto num_right = static_cast<size_t>(pick(0, config_.num_speculative_tokens + 1));
+      const auto all = extended(*live, s.tokens, s.tokens.size() + num_right);
+      s.drafts.assign(all.begin() + s.num_tokens(), all.end());
+      for (int32_t left = pick(0, 2); left > 0; --left) {
+        s.drafts.push_back(pick(0, kVocabulary - 1));
+      }
+    }
+  }
+
   // False if the step is empty.
   bool plan_step() {
+    if (config_.num_speculative_tokens > 0) set_drafts();
     std::vector<const Sequence*> all;
     NaiveKnowledge known;
     std::set<const Sequence*> decodes, forked;
@@ -270,6 +296,9 @@ class Trace {
     coverage.predicted_with_cache += predictable && cache_config_.enable_prefix_caching;
     coverage.passed_over += static_cast<int64_t>(expected.passed_over.size());
     coverage.held_back += static_cast<int64_t>(expected.held_back.size());
+    for (size_t i = 0; i < kNumDraftLimits; ++i) {
+      coverage.cuts[i] += predictable ? expected.cuts[i] : 0;
+    }
 
     const auto words = builder_->build(step, ++step_id_);
     const PlanView plan(words);
@@ -298,8 +327,12 @@ class Trace {
     std::map<RowId, std::vector<TokenId>> tokens;
     for (size_t i = 0; i < planned.parts.size(); ++i) {
       const auto [row, live] = planned.rows[i];
-      const auto end = static_cast<size_t>(plan.seq_lens()[i]);
-      if (!live->failed) tokens[row] = extended(*live, live->sequence.tokens, end);
+      if (live->failed) continue;
+      const Sequence& s = live->sequence;
+      const int32_t num_drafts = planned.parts[i].num_drafts;
+      const auto end = static_cast<size_t>(plan.seq_lens()[i] - num_drafts);
+      tokens[row] = extended(*live, s.tokens, end);
+      tokens[row].insert(tokens[row].end(), s.drafts.begin(), s.drafts.begin() + num_drafts);
     }
     worker_->take_in(plan);
     const auto sampled = worker_->forward(
@@ -348,27 +381,50 @@ class Trace {
   void commit(const PlannedStep& planned, const PlanView& plan, std::vector<TokenId> sampled) {
     std::vector<Sequence*> failed;
     std::vector<Sequence*> done;
-    size_t index = 0;
-    int32_t first = 0;
+    std::map<const Sequence*, std::vector<TokenId>> expected;
+    std::vector<size_t> next_round;  // the round's next logit
+    size_t sample = 0;
+    auto end_of_logits = static_cast<size_t>(plan.header().num_logits - plan.header().num_drafts);
+    for (const int32_t size : plan.draft_rounds()) {
+      next_round.push_back(end_of_logits);
+      end_of_logits += static_cast<size_t>(size);
+    }
     int32_t end = 0;
     for (size_t i = 0; i < planned.parts.size(); ++i) {
       const ScheduledSequence& part = planned.parts[i];
-      first = end;
-      end += part.num_tokens;
+      Sequence& s = *part.sequence;
+      const int32_t first = end;
+      end += part.num_tokens + part.num_drafts;
       if (!part.samples) continue;
-      coverage.thrown_away += part.sequence->state == SequenceState::kFinished;
-      if (failures_ && chance(0.02)) {
-        sampled[index] = kNoToken;
-        worker_->spoil(plan, first, end);
-        planned.rows[i].second->failed = true;
-        failed.push_back(part.sequence);
-      } else {
-        done.push_back(part.sequence);
+      coverage.thrown_away += s.state == SequenceState::kFinished;
+      std::vector<size_t> logits = {sample++};
+      for (int32_t round = 0; round < part.num_drafts; ++round) {
+        logits.push_back(next_round[static_cast<size_t>(round)]++);
       }
-      ++index;
+      if (failures_ && chance(0.02)) {
+        const int32_t at = pick(0, part.num_drafts);
+        sampled[logits[static_cast<size_t>(at)]] = kNoToken;
+        worker_->spoil(plan, at == 0 ? first : first + part.num_tokens + at - 1, end);
+      }
+      std::vector<TokenId>& tokens = expected[&s];
+      tokens = s.tokens;
+      size_t num_right = 0;
+      while (num_right + 1 < logits.size() && sampled[logits[num_right]] == s.drafts[num_right]) {
+        tokens.push_back(s.drafts[num_right++]);
+      }
+      const TokenId last = sampled[logits[num_right]];
+      if (last != kNoToken) tokens.push_back(last);
+      coverage.drafts += part.num_drafts;
+      coverage.accepted += static_cast<int64_t>(num_right);
+      coverage.resumed_drafts += s.num_preemptions > 0 && part.new_row ? part.num_drafts : 0;
+      coverage.failed_drafts += last == kNoToken && num_right > 0;
+      planned.rows[i].second->failed |= last == kNoToken;
+      (last == kNoToken ? failed : done).push_back(&s);
+      if (s.state == SequenceState::kFinished) tokens = s.tokens;
     }
-    ASSERT_EQ(index, sampled.size());
+    ASSERT_EQ(end_of_logits, sampled.size());
     scheduler_->commit(sampled);
+    for (const auto& [s, tokens] : expected) EXPECT_EQ(s->tokens, tokens);
     for (Sequence* s : failed) {
       if (s->state != SequenceState::kFinished) scheduler_->finish(s);
     }
@@ -380,9 +436,9 @@ class Trace {
 
   void check_decision(const Step& step, const NaiveDecision& expected,
                       const std::map<const Sequence*, std::pair<int32_t, int32_t>>& before) {
-    std::vector<std::tuple<const Sequence*, int32_t, int32_t>> scheduled;
+    std::vector<std::tuple<const Sequence*, int32_t, int32_t, int32_t>> scheduled;
     for (const ScheduledSequence& part : step.sequences) {
-      scheduled.emplace_back(part.sequence, part.first_token, part.num_tokens);
+      scheduled.emplace_back(part.sequence, part.first_token, part.num_tokens, part.num_drafts);
     }
     EXPECT_EQ(scheduled, expected.scheduled);
     for (const auto& [s, counts] : before) {
@@ -395,19 +451,27 @@ class Trace {
   void check_limits(const Step& step) {
     int32_t num_tokens = 0;
     int32_t num_samples = 0;
+    int32_t num_drafts = 0;
     std::set<const Sequence*> scheduled;
     for (const ScheduledSequence& part : step.sequences) {
       EXPECT_GE(part.num_tokens, 1);
       EXPECT_TRUE(scheduled.insert(part.sequence).second);
       EXPECT_TRUE(scheduler_->in_flight(part.sequence));
       if (config_.max_chunk_tokens > 0) {
-        EXPECT_LE(part.num_tokens, config_.max_chunk_tokens);
+        EXPECT_LE(part.num_tokens + part.num_drafts, config_.max_chunk_tokens);
       }
-      num_tokens += part.num_tokens;
+      EXPECT_TRUE(part.samples || part.num_drafts == 0);
+      EXPECT_LE(part.num_drafts, config_.num_speculative_tokens);
+      num_tokens += part.num_tokens + part.num_drafts;
       num_samples += part.samples;
+      num_drafts += part.num_drafts;
     }
     EXPECT_EQ(step.num_tokens, num_tokens);
     EXPECT_EQ(step.num_samples, num_samples);
+    EXPECT_EQ(step.num_drafts, num_drafts);
+    if (config_.max_num_logits > 0) {
+      EXPECT_LE(step.num_logits(), config_.max_num_logits);
+    }
     EXPECT_LE(num_tokens, config_.max_num_batched_tokens);
     EXPECT_LE(static_cast<int32_t>(step.sequences.size()), config_.max_num_seqs);
   }
@@ -452,17 +516,24 @@ TEST_P(RandomTrace, HoldsEveryInvariantAndGivesEverySequenceItsOwnTokens) {
           &Coverage::passed_over, &Coverage::cancelled, &Coverage::predicted,
           &Coverage::predicted_with_cache, &Coverage::placeholders, &Coverage::preempted_pending,
           &Coverage::thrown_away, &Coverage::held_back, &Coverage::let_go, &Coverage::announced,
-          &Coverage::cut_off}) {
+          &Coverage::cut_off, &Coverage::drafts, &Coverage::accepted, &Coverage::resumed_drafts,
+          &Coverage::failed_drafts}) {
       sum.*field += trace.coverage.*field;
     }
+    for (size_t i = 0; i < kNumDraftLimits; ++i) sum.cuts[i] += trace.coverage.cuts[i];
   }
   std::printf(
       "preemptions %ld (%ld with a token to come), prefix hits %ld, evictions %ld, copies %ld, "
       "passed over %ld, cancelled %ld, predicted %ld (%ld with prefix caching), placeholders %ld, "
-      "thrown away %ld, held back %ld, let go %ld, announced %ld (%ld cut off)\n",
+      "thrown away %ld, held back %ld, let go %ld, announced %ld (%ld cut off), drafts %ld (%ld "
+      "with "
+      "resumed sequences), accepted %ld (%ld rows failed at them), cut by num_speculative_tokens "
+      "%ld, budget %ld, logits %ld, max_total_tokens %ld, chunk %ld, blocks %ld\n",
       sum.preemptions, sum.preempted_pending, sum.prefix_hits, sum.evictions, sum.copies,
       sum.passed_over, sum.cancelled, sum.predicted, sum.predicted_with_cache, sum.placeholders,
-      sum.thrown_away, sum.held_back, sum.let_go, sum.announced, sum.cut_off);
+      sum.thrown_away, sum.held_back, sum.let_go, sum.announced, sum.cut_off, sum.drafts,
+      sum.resumed_drafts, sum.accepted, sum.failed_drafts, sum.cuts[kSpeculative],
+      sum.cuts[kBudget], sum.cuts[kLogits], sum.cuts[kTotal], sum.cuts[kChunk], sum.cuts[kBlocks]);
   if (count < 1500) return;
   EXPECT_GT(sum.preemptions, 1000);
   EXPECT_GT(sum.prefix_hits, 1000);
@@ -475,7 +546,14 @@ TEST_P(RandomTrace, HoldsEveryInvariantAndGivesEverySequenceItsOwnTokens) {
   EXPECT_GT(sum.held_back, 500);
   EXPECT_GT(sum.let_go, 100);
   EXPECT_LT(sum.cut_off * 100, sum.announced);
-  if (!is_async) return;
+  if (!is_async) {
+    EXPECT_GT(sum.accepted, 10000);
+    EXPECT_GT(sum.drafts, sum.accepted + 10000);
+    EXPECT_GT(sum.resumed_drafts, 100);
+    EXPECT_GT(sum.failed_drafts, 10);
+    for (const int64_t cuts : sum.cuts) EXPECT_GT(cuts, 100);
+    return;
+  }
   EXPECT_GT(sum.placeholders, 10000);
   EXPECT_GT(sum.preempted_pending, 500);
   EXPECT_GT(sum.thrown_away, 1000);

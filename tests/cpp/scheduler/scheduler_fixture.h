@@ -62,9 +62,9 @@ class SchedulerTest : public testing::Test {
     scheduler().check_invariants();
     return step;
   }
-  // Commits `token` for every sequence that samples, and finishes those that are complete.
+  // Commits `token` for every logit, and finishes the sequences that are complete.
   void commit(const Step& step, TokenId token = 7) {
-    const std::vector<TokenId> sampled(static_cast<size_t>(step.num_samples), token);
+    const std::vector<TokenId> sampled(static_cast<size_t>(step.num_logits()), token);
     scheduler().commit(sampled);
     for (const ScheduledSequence& part : step.sequences) {
       Sequence& s = *part.sequence;

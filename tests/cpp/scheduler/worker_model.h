@@ -8,8 +8,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <set>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -85,8 +87,8 @@ class WorkerModel {
     }
   }
 
-  // `tokens_of(row)` is the oracle: the tokens that the row's sequence has, or nullptr if the row
-  // failed in an earlier step.
+  // `tokens_of(row)` is the oracle: the tokens that the row's sequence has, with the drafts of this
+  // step behind them, or nullptr if the row failed in an earlier step.
   template <typename TokensOf>
   std::vector<TokenId> forward(const PlanView& plan, TokensOf tokens_of) {
     std::set<int32_t> copied;
@@ -147,6 +149,7 @@ class WorkerModel {
       result.push_back(token);
       last_sampled_[row] = token;
     }
+    check_rounds(plan, sampled);
     return result;
   }
 
@@ -163,6 +166,33 @@ class WorkerModel {
   }
 
  private:
+  // That each logit at a draft is of the token behind its row's logit before, and that a row's
+  // tokens end with its last logit.
+  void check_rounds(const PlanView& plan,
+                    const std::map<int32_t, std::pair<RowId, TokenId>>& sampled) const {
+    const std::span<const int32_t> logits = plan.logits_indices();
+    const auto num_samples = logits.size() - static_cast<size_t>(plan.header().num_drafts);
+    std::map<RowId, int32_t> last;  // its logit before
+    for (const int32_t index : logits.first(num_samples)) {
+      EXPECT_TRUE(last.emplace(sampled.at(index).first, index).second) << "two samples of a row";
+    }
+    size_t begin = num_samples;
+    auto most = static_cast<int32_t>(num_samples);
+    for (const int32_t size : plan.draft_rounds()) {
+      EXPECT_TRUE(size >= 1 && size <= most) << "a round has " << size << " after " << most;
+      most = size;
+      const auto round = logits.subspan(begin, static_cast<size_t>(size));
+      EXPECT_TRUE(std::is_sorted(round.begin(), round.end()));
+      for (const int32_t index : round) EXPECT_EQ(index, ++last.at(sampled.at(index).first));
+      begin += round.size();
+    }
+    EXPECT_EQ(begin, logits.size());
+    for (size_t i = 0; i < plan.rows().size(); ++i) {
+      const auto found = last.find(plan.rows()[i]);
+      EXPECT_TRUE(found == last.end() || found->second == plan.query_start()[i + 1] - 1);
+    }
+  }
+
   struct Row {
     uint32_t seed = 0;
     std::vector<BlockId> table;
