@@ -50,6 +50,14 @@ PlanView::PlanView(std::span<const int32_t> words) {
   pooled_ = sections.take(int64_t{kPooledWords} * h.num_pooled);
   draft_rounds_ = sections.take(h.num_draft_rounds);
   VL_ASSERT(sections.empty());
+  // Each round has some of the sequences of the one before.
+  int64_t num_drafts = 0;
+  int64_t most = int64_t{h.num_logits} - h.num_drafts;
+  for (const int32_t size : draft_rounds_) {
+    VL_ASSERT(size >= 1 && size <= most);
+    num_drafts += most = size;
+  }
+  VL_ASSERT(num_drafts == h.num_drafts);
   new_rows();  // throws if the lists are not as long as the rows say
 }
 

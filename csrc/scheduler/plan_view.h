@@ -39,8 +39,9 @@ struct NewRow {
 
 class PlanView {
  public:
-  // Throws InternalError unless the header's counts add up to exactly the words given and the
-  // new rows' lists to num_list_words. `words` must outlive the view.
+  // Throws InternalError unless the header's counts add up to exactly the words given, the rounds
+  // of drafts to num_drafts and the new rows' lists to num_list_words. `words` must outlive the
+  // view.
   explicit PlanView(std::span<const int32_t> words);
 
   const PlanHeader& header() const { return *header_; }

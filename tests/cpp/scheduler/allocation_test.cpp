@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <iterator>
 #include <memory>
 #include <new>
 #include <tuple>
@@ -27,15 +28,21 @@ int64_t num_allocations = 0;
 namespace vllm_lite {
 namespace {
 
-// Prefix caching, asynchronous scheduling.
-struct Allocations : testing::TestWithParam<std::tuple<bool, bool>> {};
+enum class Mode { kPlain, kAsync, kDrafts };
+
+// With prefix caching or without.
+struct Allocations : testing::TestWithParam<std::tuple<bool, Mode>> {};
 
 TEST_P(Allocations, SteadyDecodeWithGrowthAndPreemptionAllocatesNothing) {
-  const auto [prefix_caching, is_async] = GetParam();
+  const auto [prefix_caching, mode] = GetParam();
+  constexpr TokenId kSampled = 5;
+  constexpr TokenId kDrafts[] = {kSampled, kSampled, kSampled + 1, kSampled};  // two are right
+  const uint64_t tokens_in_step = mode == Mode::kDrafts ? 3 : 1;
   KvCacheConfig cache_config{.num_blocks = 800, .enable_prefix_caching = prefix_caching};
   SchedulerConfig config;
   config.max_num_seqs = 64;
   config.max_model_len = 512;
+  config.num_speculative_tokens = mode == Mode::kDrafts ? std::size(kDrafts) : 0;
   KvCacheManager cache(cache_config);
   Scheduler scheduler(config, cache);
   StepBuilder builder(config, cache_config.block_size);
@@ -47,35 +54,45 @@ TEST_P(Allocations, SteadyDecodeWithGrowthAndPreemptionAllocatesNothing) {
     s.num_prompt_tokens = 30;
     s.max_total_tokens = 400;
     s.sampling = &sampling;
+    s.drafts.reserve(std::size(kDrafts));
     ASSERT_EQ(scheduler.add(&s), AddResult::kAdded);
   }
-  std::vector<TokenId> sampled(64, 5);
-  const auto plan = [&](uint64_t id) { builder.build(scheduler.plan(), id); };
+  std::vector<TokenId> sampled(64 * (1 + std::size(kDrafts)), kSampled);
+  const auto plan = [&](uint64_t id) {
+    if (mode == Mode::kDrafts) {
+      for (Sequence& s : sequences) s.drafts.assign(std::begin(kDrafts), std::end(kDrafts));
+    }
+    builder.build(scheduler.plan(), id);
+  };
   const auto commit = [&] {
-    const auto num_samples = static_cast<size_t>(scheduler.step_in_flight(0).num_samples);
-    scheduler.commit({sampled.data(), num_samples});
+    const auto num_logits = static_cast<size_t>(scheduler.step_in_flight(0).num_logits());
+    scheduler.commit({sampled.data(), num_logits});
   };
   const auto step = [&](uint64_t id) {
     plan(id);
     commit();
   };
-  if (is_async) plan(0);  // from now on a step is in flight when one is planned
+  if (mode == Mode::kAsync) plan(0);  // from now on a step is in flight when one is planned
   step(1);
 
   const int64_t before = num_allocations;
-  for (uint64_t id = 2; id < 150; ++id) step(id);
+  uint64_t id = 2;
+  while (id * tokens_in_step < 150) step(id++);
   EXPECT_EQ(scheduler.stats().num_preemptions, 0);
   EXPECT_EQ(num_allocations - before, 0);
   // With the pool full the latest are preempted, again and again; they come back into what they
   // had.
-  for (uint64_t id = 150; id < 300; ++id) step(id);
+  while (id * tokens_in_step < 300) step(id++);
   EXPECT_GT(scheduler.stats().num_preemptions, 20);
   EXPECT_EQ(num_allocations - before, 0);
+  EXPECT_EQ(scheduler.stats().num_accepted_tokens > 5000, mode == Mode::kDrafts);
   scheduler.check_invariants();
   EXPECT_GT(num_allocations - before, 0);  // the counter counts
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Allocations, testing::Combine(testing::Bool(), testing::Bool()));
+INSTANTIATE_TEST_SUITE_P(
+    All, Allocations,
+    testing::Combine(testing::Bool(), testing::Values(Mode::kPlain, Mode::kAsync, Mode::kDrafts)));
 
 }  // namespace
 }  // namespace vllm_lite

@@ -225,10 +225,11 @@ class Trace {
     for (const auto& live : live_) {
       Sequence& s = live->sequence;
       if (s.state == SequenceState::kFinished || chance(0.2)) continue;
-      const auto num_right = static_cast<size_t>(pick(0, config_.num_speculative_tokens + 1));
+      const auto num_right =
+          static_cast<size_t>(chance(0.5) ? pick(0, config_.num_speculative_tokens) : 0);
       const auto all = extended(*live, s.tokens, s.tokens.size() + num_right);
       s.drafts.assign(all.begin() + s.num_tokens(), all.end());
-      for (int32_t left = pick(0, 2); left > 0; --left) {
+      for (int32_t left = pick(0, 3); left > 0; --left) {
         s.drafts.push_back(pick(0, kVocabulary - 1));
       }
     }
@@ -401,7 +402,7 @@ class Trace {
       for (int32_t round = 0; round < part.num_drafts; ++round) {
         logits.push_back(next_round[static_cast<size_t>(round)]++);
       }
-      if (failures_ && chance(0.02)) {
+      if (failures_ && chance(part.num_drafts > 0 ? 0.1 : 0.02)) {
         const int32_t at = pick(0, part.num_drafts);
         sampled[logits[static_cast<size_t>(at)]] = kNoToken;
         worker_->spoil(plan, at == 0 ? first : first + part.num_tokens + at - 1, end);

@@ -3,6 +3,8 @@
 #include "scheduler/step_builder.h"
 
 #include <bit>
+#include <cstddef>
+#include <limits>
 
 #include "scheduler/plan_view.h"
 #include "scheduler_fixture.h"
@@ -234,6 +236,120 @@ TEST_F(StepBuilderTest, PromptTokensThatAreScoredAndPooledPartsAreInTheWords) {
   EXPECT_EQ(second.pooled()[1].pooling, Pooling::kLast);
   EXPECT_TRUE(second.pooled()[1].ends);
   EXPECT_EQ(second.header().num_vectors, 2);
+}
+
+TEST_F(StepBuilderTest, DraftsComeBehindTheirSequencesTokensAndTheirLogitsInRounds) {
+  config_.num_speculative_tokens = 4;
+  Sequence* a = add(3, 8);
+  Sequence* b = add(2, 8);
+  build();
+  commit_tokens({41, 42});
+  a->drafts = {51, 52};
+  b->drafts = {61};
+  Sequence* c = add(2, 8);
+  const PlanView plan(build());
+  EXPECT_EQ(ints(plan.token_ids()), (Ints{41, 51, 52, 42, 61, c->tokens[0], 1}));
+  EXPECT_EQ(ints(plan.positions()), (Ints{3, 4, 5, 2, 3, 0, 1}));
+  EXPECT_EQ(ints(plan.query_start()), (Ints{0, 3, 5, 7}));
+  EXPECT_EQ(ints(plan.seq_lens()), (Ints{6, 4, 2}));
+  EXPECT_EQ(ints(plan.logits_indices()), (Ints{0, 3, 6, 1, 4, 2}));
+  EXPECT_EQ(ints(plan.draft_rounds()), (Ints{2, 1}));
+  const std::vector<BlockId>& blocks = a->block_table.blocks;
+  EXPECT_EQ(plan.slot(0), 4 * blocks[0] + 3);
+  EXPECT_EQ(plan.slot(1), 4 * blocks[1]);
+  EXPECT_EQ(plan.slot(2), 4 * blocks[1] + 1);
+  EXPECT_EQ(updates(plan),
+            (std::vector<Ints>{{a->row, 1, blocks[1]}, {c->row, 0, c->block_table.blocks[0]}}));
+  EXPECT_EQ(plan.header().num_logits, 6);
+  EXPECT_EQ(plan.header().num_drafts, 3);
+  EXPECT_EQ(plan.header().max_query_len, 3);
+  EXPECT_EQ(plan.header().max_seq_len, 6);
+  EXPECT_EQ(plan.header().num_placeholders, 0);
+  commit_tokens({51, 43, 71, /* first drafts */ 53, 44, /* second */ 54});
+  const PlanView next(build());
+  EXPECT_EQ(ints(next.token_ids()), (Ints{53, 43, 71}));  // each the first that is not computed
+  EXPECT_EQ(ints(next.positions()), (Ints{5, 3, 2}));
+  EXPECT_TRUE(next.draft_rounds().empty());
+  EXPECT_TRUE(updates(next).empty());  // a has its block already
+}
+
+TEST_F(StepBuilderTest, SectionsOfAStepWithDraftsAreWhereTheyAreWithout) {
+  config_.num_speculative_tokens = 4;
+  Sequence* drafter = add(3, 8);
+  Sequence* gone = add(3, 8);
+  build();
+  commit_tokens({41, 42});
+  const RowId gone_row = gone->row;
+  scheduler().finish(gone);
+  drafter->drafts = {51, 52};
+  SamplingParams constrained;
+  constrained.constraint = "abcde";
+  Sequence* scored = make(3, 4);
+  scored->num_prompt_logprobs = 1;
+  scored->sampling = &constrained;
+  Sequence* pooled = make(4, 0);
+  pooled->pooling = Pooling::kMean;
+  scheduler().add(scored);
+  scheduler().add(pooled);
+  const PlanView plan(build());
+  EXPECT_EQ(ints(plan.freed_rows()), Ints{gone_row});
+  ASSERT_EQ(plan.new_rows().size(), 2u);
+  EXPECT_EQ(plan.new_rows()[0].sampling.constraint, "abcde");
+  ASSERT_EQ(plan.scored().size(), 2u);  // behind one token and two drafts
+  EXPECT_EQ(plan.scored()[0].index, 3);
+  EXPECT_EQ(plan.scored()[1].index, 4);
+  EXPECT_EQ(plan.scored()[1].token, scored->tokens[2]);
+  ASSERT_EQ(plan.pooled().size(), 1u);
+  EXPECT_EQ(plan.pooled()[0].sequence, 2);
+  EXPECT_EQ(ints(plan.logits_indices()), (Ints{0, 5, 1, 2}));
+  EXPECT_EQ(ints(plan.draft_rounds()), (Ints{1, 1}));
+}
+
+TEST_F(StepBuilderTest, CancelledStepWithDraftsIsSentAgain) {
+  config_.num_speculative_tokens = 4;
+  Sequence* s = add(3, 20);
+  build();
+  commit_tokens({41});
+  s->drafts = {51, 52, 53, 54};
+  const auto words = ints(build());
+  const Ints drafts_alone = {s->row, 1, s->block_table.blocks[1]};
+  EXPECT_EQ(updates(PlanView(words)), (std::vector<Ints>{drafts_alone}));
+  scheduler().cancel_steps();
+  const PlanView again(build());
+  EXPECT_EQ(updates(again),
+            (std::vector<Ints>{{s->row, 0, s->block_table.blocks[0]}, drafts_alone}));
+  EXPECT_EQ(ints(again.token_ids()), ints(PlanView(words).token_ids()));
+  commit_tokens({41, 51, 52, 53, 54});  // none is right
+  EXPECT_TRUE(updates(PlanView(build())).empty());
+}
+
+TEST_F(StepBuilderTest, CountsOfDraftsThatDoNotFitAreRefused) {
+  config_.num_speculative_tokens = 4;
+  Sequence* s[] = {add(3, 8), add(3, 8)};
+  build();
+  commit_tokens({41, 42});
+  s[0]->drafts = {51, 52};
+  s[1]->drafts = {61};
+  const auto words = ints(build());
+  EXPECT_NO_THROW(PlanView{words});
+  const size_t num_words = words.size();  // the rounds are the last
+  ASSERT_EQ((Ints{words[num_words - 2], words[num_words - 1]}), (Ints{2, 1}));
+  constexpr size_t kNumDrafts = offsetof(PlanHeader, num_drafts) / sizeof(int32_t);
+  constexpr size_t kNumRounds = offsetof(PlanHeader, num_draft_rounds) / sizeof(int32_t);
+  const auto refuses = [&](size_t at, int32_t value) {
+    Ints changed = words;
+    changed[at] = value;
+    EXPECT_THROW(PlanView{changed}, InternalError) << at << " is " << value;
+  };
+  for (const int32_t value : {-1, 0, 2, 4, 5, 6, std::numeric_limits<int32_t>::max(),
+                              std::numeric_limits<int32_t>::min()}) {
+    refuses(kNumDrafts, value);
+  }
+  for (const int32_t value : {-1, 0, 1, 3, std::numeric_limits<int32_t>::max()}) {
+    refuses(kNumRounds, value);
+  }
+  for (const int32_t value : {-1, 0, 1, 3}) refuses(num_words - 2, value);
+  for (const int32_t value : {-1, 0, 2, 3}) refuses(num_words - 1, value);
 }
 
 TEST_F(StepBuilderTest, CopiesAndFreedRowsAreInTheWords) {
