@@ -33,7 +33,8 @@ void propose_ngram(const NgramConfig& config, std::span<const TokenId> tokens, s
   const auto most = static_cast<size_t>(config.prompt_lookup_max);
   size_t longest = static_cast<size_t>(config.prompt_lookup_min) - 1;
   size_t source = 0;  // where the drafts begin; 0: nowhere
-  for (size_t end = size; --end > longest && longest < most;) {
+  for (size_t end = size; end > longest + 1 && longest < most;) {
+    --end;
     if (tokens[end - 1] != tokens[size - 1]) continue;
     const size_t length = common_length(tokens, end, size, most);
     if (length <= longest) continue;

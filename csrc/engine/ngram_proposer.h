@@ -22,7 +22,8 @@ void check_ngram(const NgramConfig& config);
 
 // `drafts` becomes the `num_drafts` tokens that followed the last time upon the longest n-gram that
 // the sequence ends with; where they would lead past its end, they go on with the drafts
-// themselves, as a repetition does. Empty if there is no such n-gram. O(tokens).
+// themselves, as a repetition does. Empty if there is no such n-gram. O(tokens), times
+// prompt_lookup_max at worst.
 void propose_ngram(const NgramConfig& config, std::span<const TokenId> tokens, size_t num_drafts,
                    std::vector<TokenId>& drafts);
 

@@ -21,10 +21,12 @@ thread_local int64_t num_allocations = 0;
 namespace vllm_lite::testing {
 namespace {
 
-// With asynchronous scheduling or without.
-struct EngineAllocations : EngineTest, ::testing::WithParamInterface<bool> {
+enum class Mode { kPlain, kAsync, kSpeculative };
+
+struct EngineAllocations : EngineTest, ::testing::WithParamInterface<Mode> {
   EngineAllocations() {
-    config_.async_scheduling = GetParam();
+    config_.async_scheduling = GetParam() == Mode::kAsync;
+    config_.scheduler.num_speculative_tokens = GetParam() == Mode::kSpeculative ? 2 : 0;
     config_.scheduler.max_num_seqs = 32;
     config_.scheduler.max_num_batched_tokens = 512;
     config_.scheduler.max_model_len = 400;
@@ -62,6 +64,7 @@ TEST_P(EngineAllocations, NoneWithAClientThatKeepsUp) {
   EXPECT_GT(count_allocations(100, true), 32);  // the counter counts
   // A message that is a little longer than any before may grow the buffers, hardly ever.
   EXPECT_LE(count_allocations(250, true), 10);
+  EXPECT_EQ(core().stats().num_draft_tokens > 10000, GetParam() == Mode::kSpeculative);
 }
 
 TEST_P(EngineAllocations, OnlyTheOutboxGrowsForASlowClient) {
@@ -85,7 +88,8 @@ TEST_P(EngineAllocations, BeamsFindTheirMemoryAtAdmission) {
   EXPECT_LE(count_allocations(250, true), 20);
 }
 
-INSTANTIATE_TEST_SUITE_P(Async, EngineAllocations, ::testing::Bool());
+INSTANTIATE_TEST_SUITE_P(Modes, EngineAllocations,
+                         ::testing::Values(Mode::kPlain, Mode::kAsync, Mode::kSpeculative));
 
 }  // namespace
 }  // namespace vllm_lite::testing

@@ -1,5 +1,6 @@
 // The same requests in every mix: alone, batched, in chunks, preempted, with and without cached
-// prefixes. Each gives what it gives alone.
+// prefixes, each with asynchronous scheduling, with speculation and with neither. Each gives what
+// it gives alone.
 #include <tuple>
 
 #include "engine_fixture.h"
@@ -23,18 +24,25 @@ Mix make_mix(const char* name, void (*change)(EngineCoreConfig&)) {
   return mix;
 }
 
-// The mix, and asynchronous scheduling.
-struct EngineMix : EngineTest, ::testing::WithParamInterface<std::tuple<Mix, bool>> {};
+enum class Mode { kPlain, kAsync, kSpeculative };
+
+struct EngineMix : EngineTest, ::testing::WithParamInterface<std::tuple<Mix, Mode>> {};
 
 // SMP-08
 TEST_P(EngineMix, GivesWhatEachRequestGivesAlone) {
-  const auto& [mix, is_async] = GetParam();
+  const auto& [mix, mode] = GetParam();
   config_ = mix.config;
-  config_.async_scheduling = is_async;
+  config_.async_scheduling = mode == Mode::kAsync;
+  if (mode == Mode::kSpeculative) {
+    config_.scheduler.num_speculative_tokens = 3;
+    config_.scheduler.max_num_logits = 24;
+    config_.ngram = {.prompt_lookup_min = 1, .prompt_lookup_max = 3};
+  }
   std::vector<RequestInput> inputs;
   for (TokenId i = 0; i < 40; ++i) {
     // Half share a prompt's beginning, some all of it.
     RequestInput input = request(prompt(3 + i % 5 * 9, i % 2 == 0 ? 7 : i), 8 + i % 7 * 6);
+    if (i % 4 == 1) input.prompt = script({2, 3, 4, 2, 3, 4, 2, 3, 4});  // within any window
     input.sampling.row.seed_low = static_cast<uint32_t>(i / 3);
     input.num_samples = i % 4 == 0 ? 3 : 1;
     input.priority = i % 3 - 1;
@@ -55,7 +63,8 @@ TEST_P(EngineMix, GivesWhatEachRequestGivesAlone) {
   EXPECT_EQ(stats.prefix_hits > 0, config_.cache.enable_prefix_caching);
   EXPECT_EQ(stats.num_preemptions > 0, name == "tiny_pool" || name == "tiny_pool_priority");
   EXPECT_TRUE(engine().worker.num_copies > 0 || name != "batch");
-  EXPECT_EQ(engine().worker.num_placeholders > 0, is_async);
+  EXPECT_EQ(engine().worker.num_placeholders > 0, mode == Mode::kAsync);
+  EXPECT_EQ(stats.num_accepted_tokens > 0, mode == Mode::kSpeculative);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -78,10 +87,13 @@ INSTANTIATE_TEST_SUITE_P(
                        c.scheduler.policy = SchedulingPolicy::kPriority;
                        c.scheduler.max_chunk_tokens = 7;
                      })),
-        ::testing::Bool()),
+        ::testing::Values(Mode::kPlain, Mode::kAsync, Mode::kSpeculative)),
     [](const auto& mix) {
       const std::string name = std::get<0>(mix.param).name;
-      return std::get<1>(mix.param) ? name + "_async" : name;
+      const Mode mode = std::get<1>(mix.param);
+      return mode == Mode::kAsync         ? name + "_async"
+             : mode == Mode::kSpeculative ? name + "_speculative"
+                                          : name;
     });
 
 }  // namespace

@@ -17,6 +17,7 @@ struct Coverage {
   int64_t stopped = 0, length = 0, errors = 0, refused = 0, queue_full = 0, aborted = 0;
   int64_t scored = 0, pooled = 0;
   int64_t searches = 0, failed_searches = 0, aborted_searches = 0;
+  int64_t right_drafts = 0, wrong_drafts = 0;
 };
 
 class Soak {
@@ -35,6 +36,12 @@ class Soak {
     scheduler.max_num_waiting = pick(2, 24);
     scheduler.max_chunk_tokens = chance(0.5) ? pick(1, 8) : 0;
     scheduler.policy = chance(0.5) ? SchedulingPolicy::kPriority : SchedulingPolicy::kFirstCome;
+    if (!is_async && chance(0.6)) {
+      scheduler.num_speculative_tokens = pick(1, 5);
+      scheduler.max_num_logits = chance(0.3) ? scheduler.max_num_seqs + pick(0, 6) : 0;
+      config_.ngram.prompt_lookup_min = pick(1, 2);
+      config_.ngram.prompt_lookup_max = pick(config_.ngram.prompt_lookup_min, 4);
+    }
     config_.num_clients = pick(1, 3);
     failures_ = chance(0.3) ? 0.05 : 0;
     aborts_ = chance(0.5) ? 0.15 : 0;
@@ -65,6 +72,9 @@ class Soak {
     coverage.preemptions += engine.core.stats().num_preemptions;
     coverage.prefix_hits += engine.core.stats().prefix_hits;
     coverage.copies += engine.worker.num_copies;
+    const EngineStats stats = engine.core.stats();
+    coverage.right_drafts += stats.num_accepted_tokens;
+    coverage.wrong_drafts += stats.num_draft_tokens - stats.num_accepted_tokens;
   }
 
  private:
@@ -102,6 +112,13 @@ class Soak {
     for (int32_t i = 0; i < length; ++i) {
       input.prompt.push_back(i < num_common ? common_[static_cast<size_t>(i)]
                                             : pick(0, kNumTokens - 1));
+    }
+    if (chance(0.3)) {  // gives a few tokens again and again
+      const auto period = static_cast<size_t>(pick(1, 4));
+      for (size_t i = 0; i < input.prompt.size(); ++i) {
+        input.prompt[i] =
+            kScript + (i < period ? input.prompt[i] : input.prompt[i - period]) % kScript;
+      }
     }
     if (length > 0 && chance(0.05))
       input.prompt[static_cast<size_t>(pick(0, length - 1))] = kScriptFails;
@@ -270,6 +287,9 @@ void soak(const Vocabulary& vocabulary, bool is_async) {
         coverage.failed_searches, coverage.aborted_searches}) {
     EXPECT_GT(times, 20);
   }
+  if (is_async) return;
+  EXPECT_GT(coverage.right_drafts, 1000);
+  EXPECT_GT(coverage.wrong_drafts, 1000);
 }
 
 // SCH-05

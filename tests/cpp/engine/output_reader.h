@@ -101,11 +101,13 @@ inline Message read_message(std::string_view bytes) {
     std::memcpy(output.vector.data(), bytes_of_vector.data(), bytes_of_vector.size());
   }
   const std::vector<MsgpackValue>& stats = root.array().at(1).array();
-  EXPECT_EQ(stats.size(), 8U);
-  int64_t* const fields[] = {&message.stats.num_running,     &message.stats.num_waiting,
-                             &message.stats.kv_used_blocks,  &message.stats.kv_total_blocks,
-                             &message.stats.prefix_queries,  &message.stats.prefix_hits,
-                             &message.stats.num_preemptions, &message.stats.num_steps};
+  EXPECT_EQ(stats.size(), 11U);
+  int64_t* const fields[] = {&message.stats.num_running,        &message.stats.num_waiting,
+                             &message.stats.kv_used_blocks,     &message.stats.kv_total_blocks,
+                             &message.stats.prefix_queries,     &message.stats.prefix_hits,
+                             &message.stats.num_preemptions,    &message.stats.num_steps,
+                             &message.stats.num_drafts,         &message.stats.num_draft_tokens,
+                             &message.stats.num_accepted_tokens};
   for (size_t i = 0; i < std::size(fields); ++i) *fields[i] = stats.at(i).integer();
   return message;
 }

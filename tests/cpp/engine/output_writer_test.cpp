@@ -27,7 +27,7 @@ Output round_trip(const SequenceOutput& output) {
 TEST(OutputWriter, MessageWithoutOutputsHoldsTheStats) {
   OutputWriter writer;
   EXPECT_TRUE(writer.empty());
-  const EngineStats stats{1, 127, 128, 70000, int64_t{1} << 40, 0, 255, 65536};
+  const EngineStats stats{1, 127, 128, 70000, int64_t{1} << 40, 0, 255, 65536, 3, 300, 200};
   const Message message = read_message(writer.take(stats));
   EXPECT_TRUE(message.outputs.empty());
   EXPECT_EQ(message.stats.num_running, 1);
@@ -38,6 +38,9 @@ TEST(OutputWriter, MessageWithoutOutputsHoldsTheStats) {
   EXPECT_EQ(message.stats.prefix_hits, 0);
   EXPECT_EQ(message.stats.num_preemptions, 255);
   EXPECT_EQ(message.stats.num_steps, 65536);
+  EXPECT_EQ(message.stats.num_drafts, 3);
+  EXPECT_EQ(message.stats.num_draft_tokens, 300);
+  EXPECT_EQ(message.stats.num_accepted_tokens, 200);
 }
 
 TEST(OutputWriter, WhatIsNotThereIsNil) {
