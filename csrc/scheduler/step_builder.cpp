@@ -99,6 +99,20 @@ size_t first_unsent(const ScheduledSequence& part) {
   return static_cast<size_t>(part.new_row ? s.block_table.num_out_of_window : s.num_blocks_sent);
 }
 
+// Drafts in place of placeholders, and the logits at them. Apart from the loop over all tokens,
+// which is to be short without drafts.
+[[gnu::noinline]] void write_drafts(const Step& step, TokenId* token_ids, int32_t* logits_indices) {
+  DraftRounds rounds(step);
+  int32_t token = 0;  // of the step
+  for (const ScheduledSequence& part : step.sequences) {
+    token += part.num_tokens;
+    for (int32_t i = 0; i < part.num_drafts; ++i) {
+      token_ids[token] = part.sequence->drafts[static_cast<size_t>(i)];
+      logits_indices[rounds.next(i)] = token++;
+    }
+  }
+}
+
 }  // namespace
 
 StepBuilder::StepBuilder(const SchedulerConfig& config, int32_t block_size) {
@@ -164,16 +178,15 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   header.num_freed_rows = narrow(step.freed_rows.size());
   header.num_new_rows = narrow(num_new_rows);
   header.num_list_words = narrow(list_words + all_constraint_words);
-  header.max_logprobs = -1;
   header.num_scored = step.num_scored;
   header.num_pooled = step.num_pooled;
   header.num_vectors = step.num_vectors;
   header.num_drafts = step.num_drafts;
   header.num_draft_rounds = narrow(step.draft_rounds.size());
 
-  int32_t* slots = words + slots_at;  // two words each
-  int32_t* tokens = words + tokens_at;
-  int32_t* positions = words + positions_at;
+  int32_t* const slots = words + slots_at;  // two words each
+  int32_t* const tokens = words + tokens_at;
+  int32_t* const positions = words + positions_at;
   int32_t* logits = words + logits_at;
   int32_t* table_update = words + tables_at;
   int32_t* new_row = words + new_rows_at;
@@ -181,7 +194,11 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   int32_t* constraints = words + constraints_at;
   int32_t token = 0;  // of the step
   int32_t index = 0;
-  DraftRounds rounds(step);
+  // The header's, which would be stored for each sequence: its address is taken.
+  int32_t max_query_len = 0;
+  int32_t max_seq_len = 0;
+  int32_t max_logprobs = -1;
+  int32_t num_placeholders = 0;
   const int32_t offset_mask = (1 << block_shift_) - 1;
   for (const ScheduledSequence& part : step.sequences) {
     Sequence& s = *part.sequence;
@@ -198,27 +215,21 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
     for (int32_t position = part.first_token; position < end; ++position) {
       const int64_t slot =
           (int64_t{table[position >> block_shift_]} << block_shift_) | (position & offset_mask);
-      std::memcpy(slots, &slot, sizeof(slot));
-      slots += 2;
-      *positions++ = position;
+      std::memcpy(slots + 2 * token, &slot, sizeof(slot));
+      positions[token] = position;
       if (position < num_known) {
-        *tokens++ = own_tokens[position];
-      } else if (part.num_drafts > 0) {
-        *tokens++ = s.drafts[static_cast<size_t>(position - num_known)];
+        tokens[token] = own_tokens[position];
       } else {
-        *tokens++ = -1 - s.row;
-        ++header.num_placeholders;
+        tokens[token] = -1 - s.row;
+        ++num_placeholders;
       }
+      ++token;
     }
-    token += query_len;
-    header.max_query_len = std::max(header.max_query_len, query_len);
-    header.max_seq_len = std::max(header.max_seq_len, end);
+    max_query_len = std::max(max_query_len, query_len);
+    max_seq_len = std::max(max_seq_len, end);
     if (part.samples) {
       *logits++ = token - 1 - part.num_drafts;
-      for (int32_t i = 0; i < part.num_drafts; ++i) {
-        words[logits_at + static_cast<size_t>(rounds.next(i))] = token - part.num_drafts + i;
-      }
-      header.max_logprobs = std::max(header.max_logprobs, s.sampling->row.num_logprobs);
+      max_logprobs = std::max(max_logprobs, s.sampling->row.num_logprobs);
     }
 
     const size_t num_blocks = s.block_table.blocks.size();
@@ -244,9 +255,17 @@ std::span<const int32_t> StepBuilder::build(const Step& step, uint64_t step_id) 
   }
   append(words + freed_at, step.freed_rows.data(), step.freed_rows.size());
   append(words + rounds_at, step.draft_rounds.data(), step.draft_rounds.size());
+  if (step.num_drafts > 0) {
+    write_drafts(step, words + tokens_at, words + logits_at);
+    num_placeholders -= step.num_drafts;
+  }
   if (step.num_scored + step.num_pooled > 0) {
     header.max_prompt_logprobs = append_wishes(step, words + scored_at, words + pooled_at);
   }
+  header.max_query_len = max_query_len;
+  header.max_seq_len = max_seq_len;
+  header.max_logprobs = max_logprobs;
+  header.num_placeholders = num_placeholders;
   std::memcpy(words, &header, sizeof(header));
   return words_;
 }

@@ -62,8 +62,9 @@ struct EngineAllocations : EngineTest, ::testing::WithParamInterface<Mode> {
 
 TEST_P(EngineAllocations, NoneWithAClientThatKeepsUp) {
   EXPECT_GT(count_allocations(100, true), 32);  // the counter counts
-  // A message that is a little longer than any before may grow the buffers, hardly ever.
-  EXPECT_LE(count_allocations(250, true), 10);
+  // A message that is a little longer than any before may grow the buffers, hardly ever; more often
+  // where they differ by accepted drafts.
+  EXPECT_LE(count_allocations(250, true), GetParam() == Mode::kSpeculative ? 60 : 10);
   EXPECT_EQ(core().stats().num_draft_tokens > 10000, GetParam() == Mode::kSpeculative);
 }
 

@@ -64,7 +64,8 @@ TEST_P(EngineMix, GivesWhatEachRequestGivesAlone) {
   EXPECT_EQ(stats.num_preemptions > 0, name == "tiny_pool" || name == "tiny_pool_priority");
   EXPECT_TRUE(engine().worker.num_copies > 0 || name != "batch");
   EXPECT_EQ(engine().worker.num_placeholders > 0, mode == Mode::kAsync);
-  EXPECT_EQ(stats.num_accepted_tokens > 0, mode == Mode::kSpeculative);
+  // The small budget is that of the tokens that run.
+  EXPECT_EQ(stats.num_accepted_tokens > 0, mode == Mode::kSpeculative && name != "small_budget");
 }
 
 INSTANTIATE_TEST_SUITE_P(

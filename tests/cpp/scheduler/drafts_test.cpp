@@ -152,6 +152,23 @@ TEST_F(DraftsTest, ARowThatFailsAtOnceKeepsNothingOfTheStep) {
   EXPECT_EQ(output(other), (Tokens{7, 21, 22}));
 }
 
+TEST_F(DraftsTest, ARowThatFailsAtOnceWithAllItsTokensPublishesNoneOfThem) {
+  cache_config_.enable_prefix_caching = true;
+  Sequence* s = add_decoding(12, 20, {11, 12});
+  Sequence* same = make(13, 1);
+  std::copy(s->tokens.begin(), s->tokens.end(), same->tokens.begin());
+  scheduler().recompute_all();
+  const Step& step = plan();
+  EXPECT_EQ(step.sequences[0].num_tokens, 13);
+  EXPECT_EQ(step.sequences[0].num_drafts, 2);
+  commit_tokens({kAllMasked, 11, 12});
+  EXPECT_EQ(s->num_computed, 0);
+  scheduler().finish(s);
+  scheduler().add(same);
+  plan();
+  EXPECT_EQ(same->num_cached_tokens, 0);
+}
+
 TEST_F(DraftsTest, ARowThatFailsAtARightDraftKeepsWhatWasBeforeAndPublishesNoMore) {
   cache_config_ = {.num_blocks = 64, .block_size = 1, .enable_prefix_caching = true};
   Sequence* s = add_decoding(3, 20, {11, 12, 13});
