@@ -145,7 +145,6 @@ TEST_P(EngineSpeculation, EachTokenHasItsOwnLogprobs) {
   EXPECT_EQ(engine().sample(inputs[3].key).logprobs.size(), 23u);
 }
 
-// SPC-05
 TEST_P(EngineSpeculation, PromptLogprobsAndVectorsBesideDraftsAreRight) {
   config_.scheduler.max_chunk_tokens = 7;
   std::vector<RequestInput> inputs;

@@ -71,13 +71,18 @@ TEST_F(DraftsTest, AllAreRight) {
 }
 
 TEST_F(DraftsTest, FromTheFirstWrongOneOnNothingIsKept) {
-  Sequence* s = add_decoding(4, 20, {11, 12, 13});
-  const Step& step = plan();
-  commit_tokens({11, 50, 13, 14});  // the third is what was sampled, but after a wrong one
-  EXPECT_EQ(step.sequences[0].num_accepted, 1);
-  EXPECT_EQ(output(s), (Tokens{7, 11, 50}));
-  EXPECT_EQ(s->num_computed, 6);
-  EXPECT_EQ(plan().sequences[0].first_token, 6);
+  // The third draft is what was sampled after the second, or in its place: it is wrong all the
+  // same.
+  for (const TokenId third : {13, 50}) {
+    scheduler_.reset();
+    Sequence* s = add_decoding(4, 20, {11, 12, third});
+    const Step& step = plan();
+    commit_tokens({11, 50, 13, 14});
+    EXPECT_EQ(step.sequences[0].num_accepted, 1);
+    EXPECT_EQ(output(s), (Tokens{7, 11, 50}));
+    EXPECT_EQ(s->num_computed, 6);
+    EXPECT_EQ(plan().sequences[0].first_token, 6);
+  }
 }
 
 TEST_F(DraftsTest, NoneIsRight) {
