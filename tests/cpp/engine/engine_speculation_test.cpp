@@ -66,6 +66,31 @@ TEST_P(EngineSpeculation, WrongDraftsChangeNothing) {
   EXPECT_GT(stats().num_draft_tokens, stats().num_accepted_tokens + 10);
 }
 
+TEST_P(EngineSpeculation, AfterAWrongDraftFewerAreTriedAndTwiceAsManyAfterRightOnes) {
+  std::vector<TokenId> output = repeat({2, 3}, 60);
+  for (const size_t at : {11U, 25U, 26U, 40U}) output[at] = 22;
+  const RequestInput input = scripted(output);
+  core().submit(input);
+  int32_t expected = GetParam();
+  int32_t num_cut = 0;
+  while (engine().sample(input.key).tokens.size() < 50) {
+    ASSERT_TRUE(engine().begin_step());
+    const int32_t num_drafts = PlanView(engine().plans.front()).header().num_drafts;
+    const int64_t before = stats().num_accepted_tokens;
+    engine().finish_step();
+    engine().take_outputs();
+    if (num_drafts == 0) continue;
+    EXPECT_EQ(num_drafts, expected);
+    num_cut += num_drafts < GetParam();
+    const auto num_right = static_cast<int32_t>(stats().num_accepted_tokens - before);
+    expected =
+        num_right == num_drafts ? std::min(2 * num_drafts, GetParam()) : std::max(num_right, 1);
+  }
+  EXPECT_EQ(num_cut > 0, GetParam() > 1);
+  engine().run_until_idle();
+  engine().expect_solo(input);
+}
+
 TEST_P(EngineSpeculation, RequestsOfDifferentRepetitionsRunTogether) {
   std::vector<RequestInput> inputs;
   for (TokenId i = 0; i < 8; ++i) {
