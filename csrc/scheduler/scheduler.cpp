@@ -78,6 +78,10 @@ Scheduler::Scheduler(const SchedulerConfig& config, KvCacheManager& cache)
   VL_CHECK(config.num_speculative_tokens >= 0 && config.num_speculative_tokens <= kMaxDrafts,
            "num_speculative_tokens is " + std::to_string(config.num_speculative_tokens) +
                ", but must be from 0 to " + std::to_string(kMaxDrafts));
+  VL_CHECK(config.max_num_logits == 0 || config.max_num_logits >= config.max_num_seqs,
+           "max_num_logits is " + std::to_string(config.max_num_logits) +
+               ", but must be 0, for no limit, or at least max_num_seqs, which is " +
+               std::to_string(config.max_num_seqs));
   const int64_t capacity = int64_t{cache.num_blocks()} * cache.block_size();
   VL_CHECK(config.max_model_len <= capacity,
            "max_model_len is " + std::to_string(config.max_model_len) + ", but the KV cache of " +

@@ -327,6 +327,13 @@ TEST_F(DraftsTest, MaxNumLogitsHoldsForSamplesAndDraftsTogether) {
   }
 }
 
+TEST_F(DraftsTest, FewerLogitsThanSequencesMayRunAreRefused) {
+  config_.max_num_logits = 3;
+  const std::string error = error_of([&] { scheduler(); });
+  EXPECT_NE(error.find("max_num_logits is 3"), std::string::npos) << error;
+  EXPECT_NE(error.find("at least max_num_seqs, which is 4"), std::string::npos) << error;
+}
+
 TEST_F(DraftsTest, WithAllRightASequenceHasNoMoreThanMaxTotalTokens) {
   for (int32_t output = 2; output < 8; ++output) {
     Sequence* s = add_decoding(4, output, {11, 11, 11, 11});
