@@ -13,16 +13,6 @@ void check_at_least(const char* field, int32_t value, int32_t minimum) {
                                  ", but must be at least " + std::to_string(minimum));
 }
 
-// Tokens that are left to compute after the steps in flight. The last token that the limit allows
-// is never computed: it is sampled, and the sequence ends.
-int32_t num_remaining(const Sequence& sequence) {
-  const int32_t num_tokens = sequence.num_tokens() + sequence.num_pending;
-  if (num_tokens < sequence.max_total_tokens || sequence.samples_nothing()) {
-    return num_tokens - sequence.num_planned;
-  }
-  return 0;
-}
-
 // Tokens that a prefix hit may spare: not those whose hidden states are wanted.
 int32_t max_hit_tokens(const Sequence& sequence) {
   if (sequence.pooling == Pooling::kMean) return 0;
@@ -31,26 +21,7 @@ int32_t max_hit_tokens(const Sequence& sequence) {
   return lacks_scores ? sequence.score_begin : sequence.num_tokens();
 }
 
-// Rows that the sequence, or the group that it stands for, has while it runs.
-int32_t num_rows(const Sequence& sequence) {
-  return sequence.group == nullptr ? 1 : sequence.group->width();
-}
-
-// Of these, those that have one token to compute.
-int32_t num_decoding(const Sequence& sequence) {
-  if (sequence.group == nullptr) return num_remaining(sequence) == 1;
-  const BeamGroup& group = *sequence.group;
-  return num_remaining(*group.beams.front()) == 1 ? group.num_in_use : 0;
-}
-
-// The parent is computing the prompt that this sample will fork.
-bool awaits_parent(const Sequence& sequence) {
-  const Sequence* parent = sequence.fork_parent;
-  return parent != nullptr && parent->state == SequenceState::kRunning &&
-         parent->num_computed < sequence.num_prompt_tokens;
-}
-
-// REQUIRES: !awaits_parent(sequence).
+// REQUIRES: !sequence.awaits_parent().
 bool can_fork(const Sequence& sequence) {
   const Sequence* parent = sequence.fork_parent;
   return parent != nullptr && parent->state == SequenceState::kRunning &&
@@ -214,13 +185,6 @@ const Step& Scheduler::plan() {
   return planned.step;
 }
 
-// Inlined: a call for each sequence is a tenth of a step.
-[[gnu::always_inline]] inline void Scheduler::schedule(Sequence* sequence, int32_t num_tokens,
-                                                       int32_t remaining, bool new_row) {
-  const bool samples = num_tokens == remaining && !sequence->samples_nothing();
-  planned_->sequences.emplace_back(sequence, sequence->num_planned, num_tokens, samples, new_row);
-}
-
 // What the worker is to give of a part's hidden states beside the token that is sampled.
 void Scheduler::plan_scores(ScheduledSequence& part) {
   const Sequence& s = *part.sequence;
@@ -274,7 +238,7 @@ bool Scheduler::schedule_running(int32_t& budget) {
   int32_t num_decodes = 0;  // not yet served: each has a token of the budget kept for it
   for (Sequence* s = running_.front(); s != nullptr; s = running_.next(s)) {
     VL_ASSERT(s->num_tokens() < s->max_total_tokens || s->samples_nothing() || s->group != nullptr);
-    num_decodes += has_groups ? num_decoding(*s) : num_remaining(*s) == 1;
+    num_decodes += has_groups ? s->num_decoding() : s->num_remaining() == 1;
   }
   bool preempted = false;
   for (Sequence* s = running_.front(); s != nullptr; s = running_.next(s)) {
@@ -287,7 +251,7 @@ bool Scheduler::schedule_running(int32_t& budget) {
       preempted = any;
       continue;
     }
-    const int32_t remaining = num_remaining(*s);
+    const int32_t remaining = s->num_remaining();
     num_decodes -= remaining == 1;
     const int32_t num_tokens = std::min({remaining, max_chunk(), budget - num_decodes});
     // A chunk for which this step has nothing left, or a sequence whose last token is to come.
@@ -304,7 +268,7 @@ bool Scheduler::schedule_running(int32_t& budget) {
           preempt(s);
           return true;
         }
-        num_decodes -= num_decoding(*victim);
+        num_decodes -= victim->num_decoding();
         preempt(victim);
       }
     }
@@ -312,140 +276,6 @@ bool Scheduler::schedule_running(int32_t& budget) {
     budget -= num_tokens;
   }
   return preempted;
-}
-
-// Serves all beams of a running group. Room for all is made first, so that each fork and each
-// growth succeeds and no copy of this step is undone. False if the group was preempted, being the
-// last.
-bool Scheduler::schedule_beams(BeamGroup& group, int32_t& budget, int32_t& num_decodes,
-                               bool& preempted) {
-  num_decodes -= num_decoding(*group.first);
-  const Sequence& front = *group.beams.front();
-  const int32_t remaining = num_remaining(front);
-  const int32_t num_tokens = std::min({remaining, max_chunk(), budget - num_decodes});
-  if (num_tokens <= 0) return true;
-  const int32_t num_planned = front.num_planned;
-  const int32_t needed = cache_.blocks_for(num_planned + num_tokens);
-  const std::span<Sequence* const> beams(group.beams.data(), static_cast<size_t>(group.num_in_use));
-  int32_t num_new = 0;
-  for (const Sequence* beam : beams) {
-    const auto num_held = beam->fork_parent != nullptr
-                              ? num_planned / block_size_
-                              : static_cast<int32_t>(beam->block_table.blocks.size());
-    num_new += std::max(0, needed - num_held);
-  }
-  while (cache_.num_available_blocks() < num_new) {
-    Sequence* victim = running_.back();
-    preempted = true;
-    if (victim == group.first) {
-      VL_ASSERT(running_.size() > 1);  // alone it has the whole pool: see check_fits
-      preempt(victim);
-      return false;
-    }
-    num_decodes -= num_decoding(*victim);
-    preempt(victim);
-  }
-  for (Sequence* beam : beams) {
-    if (beam->fork_parent != nullptr) {
-      const bool forked = cache_.fork(beam->fork_parent->block_table, beam->block_table,
-                                      num_planned, planned_->copies);
-      VL_ASSERT(forked);
-      beam->fork_parent = nullptr;
-    }
-    const bool grown = cache_.grow(beam->block_table, num_planned + num_tokens);
-    VL_ASSERT(grown);
-    schedule(beam, num_tokens, remaining, beam->num_blocks_sent < 0);
-    budget -= num_tokens;
-  }
-  return true;
-}
-
-void Scheduler::set_beams(BeamGroup& group, std::span<const NextBeam> next) {
-  VL_ASSERT(group.first->state == SequenceState::kRunning && !in_flight(group.first));
-  VL_ASSERT(!next.empty() && next.size() <= group.beams.size());
-  const size_t num_next = next.size();
-  group.next.assign(group.beams.size(), nullptr);
-  // Who goes on as it is, is its own fork_parent until the end.
-  for (size_t i = 0; i < num_next; ++i) {
-    VL_ASSERT(next[i].parent >= 0 && next[i].parent < group.num_in_use);
-    Sequence* parent = group.beams[static_cast<size_t>(next[i].parent)];
-    VL_ASSERT(parent->num_computed == parent->num_tokens());
-    if (parent->fork_parent == parent) continue;
-    parent->fork_parent = group.next[i] = parent;
-  }
-  size_t place = 0;  // the next one that is still empty
-  for (Sequence* beam : group.beams) {
-    if (beam->fork_parent == beam) continue;
-    while (group.next[place] != nullptr) ++place;
-    group.next[place] = beam;
-    const bool is_used = place < num_next;
-    replace_beam(beam, is_used ? group.beams[static_cast<size_t>(next[place].parent)] : nullptr);
-  }
-  for (size_t i = 0; i < num_next; ++i) {
-    Sequence& beam = *group.next[i];
-    if (beam.fork_parent == &beam) beam.fork_parent = nullptr;
-    beam.tokens.push_back(next[i].token);
-  }
-  group.beams.swap(group.next);
-  group.num_in_use = static_cast<int32_t>(num_next);
-}
-
-// A beam that does not go on gives its blocks back. It becomes what `parent` is, whose blocks it
-// shares from the next plan on; without a parent it is not in use.
-void Scheduler::replace_beam(Sequence* beam, Sequence* parent) {
-  Sequence& s = *beam;
-  int32_t num_known = 0;  // leading entries of the table to come that the worker has
-  if (parent != nullptr) {
-    const auto num_shared = static_cast<size_t>(parent->num_computed / block_size_);
-    const auto& own = s.block_table.blocks;
-    const auto& theirs = parent->block_table.blocks;
-    const size_t num_compared = std::min(num_shared, own.size());
-    while (static_cast<size_t>(num_known) < num_compared &&
-           own[static_cast<size_t>(num_known)] == theirs[static_cast<size_t>(num_known)]) {
-      ++num_known;
-    }
-    num_known = std::max(num_known, parent->block_table.num_out_of_window);
-    s.tokens = parent->tokens;
-  }
-  if (s.num_blocks_sent >= 0) s.num_blocks_sent = num_known;
-  cache_.release(s.block_table);
-  if (parent == nullptr) s.tokens.clear();
-  s.num_computed = s.num_planned = parent == nullptr ? 0 : parent->num_computed;
-  s.fork_parent = parent;
-}
-
-// One beam in use again, the first, with its prompt alone.
-void Scheduler::restart(BeamGroup& group) {
-  std::swap(*std::find(group.beams.begin(), group.beams.end(), group.first), group.beams.front());
-  group.num_in_use = 1;
-  for (Sequence* beam : group.beams) {
-    beam->fork_parent = nullptr;
-    beam->num_computed = beam->num_planned = 0;
-    if (beam == group.first) {
-      beam->tokens.resize(static_cast<size_t>(beam->num_prompt_tokens));
-    } else {
-      beam->state = SequenceState::kBeam;
-      beam->tokens.clear();
-    }
-  }
-}
-
-void Scheduler::check_fits(const BeamGroup& group) const {
-  const Sequence& first = *group.first;
-  const std::string width = std::to_string(group.width());
-  VL_CHECK(
-      group.width() <= max_running_,
-      "n is " + width + ", and the beams of a search run together, but only " +
-          std::to_string(max_running_) +
-          " sequences may run: ask for fewer or raise max_num_seqs and max_num_batched_tokens");
-  const int64_t num_shared = first.num_prompt_tokens / block_size_;
-  const int64_t num_own = cache_.blocks_for(first.max_total_tokens) - num_shared;
-  const int64_t num_needed = num_shared + group.width() * num_own;
-  VL_CHECK(num_needed <= cache_.num_blocks(),
-           "n is " + width + ": so many beams of up to " + std::to_string(first.max_total_tokens) +
-               " tokens take up to " + std::to_string(num_needed) +
-               " blocks of the KV cache, which has " + std::to_string(cache_.num_blocks()) +
-               ": ask for fewer beams or tokens, or give the KV cache more memory");
 }
 
 void Scheduler::admit_waiting(int32_t& budget) {
@@ -457,7 +287,7 @@ void Scheduler::admit_waiting(int32_t& budget) {
     if (budget == 0 || num_rows_in_use() >= max_running_) break;
     next = waiting_.next(s);
     if (in_flight(s)) break;  // preempted just now: first its token comes
-    if (awaits_parent(*s)) {
+    if (s->awaits_parent()) {
       waiting_.erase(s);
       ++num_parked_;
       continue;
@@ -474,7 +304,7 @@ void Scheduler::admit_waiting(int32_t& budget) {
       continue;
     }
     num_passed = blocked_.size();
-    const int32_t remaining = num_remaining(*s);
+    const int32_t remaining = s->num_remaining();
     const int32_t num_tokens = std::min({remaining, max_chunk(), budget});
     schedule(s, num_tokens, remaining, true);
     budget -= num_tokens;
@@ -484,7 +314,7 @@ void Scheduler::admit_waiting(int32_t& budget) {
 
 Scheduler::AdmitResult Scheduler::try_admit(Sequence* sequence, int32_t headroom) {
   Sequence& s = *sequence;
-  if (num_rows_in_use() + num_rows(s) > max_running_) return AdmitResult::kNoRoom;
+  if (num_rows_in_use() + s.num_rows() > max_running_) return AdmitResult::kNoRoom;
   // All the memory that decoding needs, taken before anything changes.
   const auto reserve = [&](Sequence& each) {
     each.block_table.reserve(cache_.blocks_for(s.max_total_tokens));
@@ -613,18 +443,6 @@ void Scheduler::commit_drafts(ScheduledSequence& part, TokenId token,
   if (s.forks != nullptr && s.num_computed >= s.num_prompt_tokens) unpark_forks(s);
 }
 
-void Scheduler::commit_beam(const ScheduledSequence& part, TokenId token) {
-  Sequence& s = *part.sequence;
-  // Else it was preempted since, and begins again.
-  if (s.group->first->state != SequenceState::kRunning) return;
-  if (part.samples && token == kNoToken) {
-    s.num_planned = s.num_computed;
-    return;
-  }
-  s.num_computed = part.first_token + part.num_tokens;
-  cache_.mark_computed(s.block_table, s.tokens, s.salt, s.num_computed);
-}
-
 void Scheduler::cancel_steps() {
   VL_ASSERT(num_in_flight_ > 0);
   for (int32_t i = 0; i < num_in_flight_; ++i) {
@@ -744,138 +562,6 @@ SchedulerStats Scheduler::stats() const {
   stats.num_running = running_.size();
   stats.num_waiting = waiting_.size() + num_parked_;
   return stats;
-}
-
-// That it is all in one place, and its beams in step.
-void Scheduler::check_group(const BeamGroup& group) const {
-  const bool runs = group.first->state == SequenceState::kRunning;
-  const Sequence& front = *group.beams.front();
-  VL_ASSERT(group.num_in_use >= 1 && group.num_in_use <= group.width());
-  VL_ASSERT(runs || (group.num_in_use == 1 && group.first == &front));
-  VL_ASSERT(std::count(group.beams.begin(), group.beams.end(), group.first) == 1);
-  VL_ASSERT(front.num_tokens() >= front.num_prompt_tokens &&
-            front.num_tokens() <= front.max_total_tokens);
-  for (int32_t i = 0; i < group.width(); ++i) {
-    const Sequence& s = *group.beams[static_cast<size_t>(i)];
-    VL_ASSERT(s.group == &group && s.forks == nullptr && s.num_pending == 0);
-    VL_ASSERT(&s == group.first || (s.state == SequenceState::kBeam && !s.hook.linked()));
-    VL_ASSERT((s.row >= 0) == runs);
-    if (i >= group.num_in_use || !runs) {
-      VL_ASSERT(s.block_table.blocks.empty() && s.fork_parent == nullptr);
-      VL_ASSERT(s.tokens.empty() || &s == &front);
-      continue;
-    }
-    VL_ASSERT(s.num_tokens() == front.num_tokens() && s.num_computed == front.num_computed);
-    VL_ASSERT(s.num_planned == front.num_planned && s.num_computed <= s.num_planned);
-    VL_ASSERT(s.num_planned <= s.num_tokens());
-    VL_ASSERT(s.num_planned == s.num_computed || in_flight(&s));
-    const auto capacity = static_cast<int64_t>(s.block_table.blocks.size()) * block_size_;
-    if (const Sequence* parent = s.fork_parent) {
-      VL_ASSERT(capacity == 0 && parent->group == &group && parent->fork_parent == nullptr);
-      VL_ASSERT(parent->num_computed == s.num_computed);
-      VL_ASSERT(std::equal(s.tokens.begin(), s.tokens.end() - 1, parent->tokens.begin()));
-    } else {
-      VL_ASSERT(capacity >= s.num_planned);
-    }
-  }
-}
-
-void Scheduler::check_invariants() const {
-  std::vector<const BlockTable*> tables;
-  std::vector<bool> row_taken(free_rows_.capacity(), false);
-  const auto take_row = [&](RowId row) {
-    VL_ASSERT(row >= 0 && row < config_.max_num_seqs && !row_taken[static_cast<size_t>(row)]);
-    row_taken[static_cast<size_t>(row)] = true;
-  };
-  int32_t num_parked = 0;
-  const auto check_forks = [&](const Sequence& parent) {
-    const Sequence* previous = nullptr;
-    for (const Sequence* s = parent.forks; s != nullptr; previous = s, s = s->next_fork) {
-      VL_ASSERT(s->fork_parent == &parent && s->prev_fork == previous);
-      VL_ASSERT(s->state == SequenceState::kWaiting);
-      if (s->hook.linked()) continue;
-      ++num_parked;
-      VL_ASSERT(awaits_parent(*s) && s->row == -1 && s->block_table.blocks.empty());
-    }
-  };
-
-  // num_planned and num_pending are what the parts in flight add to what is committed.
-  const auto check_planned = [&](const Sequence& s) {
-    int32_t num_planned = s.num_computed;
-    int32_t num_pending = 0;
-    for (int32_t i = 0; i < num_in_flight_; ++i) {
-      for (const ScheduledSequence& part : steps_[index_of_step(i)].sequences) {
-        if (part.sequence != &s) continue;
-        num_pending += part.samples;
-        VL_ASSERT(part.num_drafts == 0 || num_in_flight_ == 1);
-        if (s.state != SequenceState::kRunning) continue;  // preempted since
-        VL_ASSERT(part.first_token == num_planned);
-        num_planned += part.num_tokens;
-      }
-    }
-    VL_ASSERT(s.num_planned == num_planned && s.num_pending == num_pending);
-    VL_ASSERT(num_planned < s.num_tokens() + num_pending + s.samples_nothing());
-    VL_ASSERT(s.num_tokens() + num_pending <= s.max_total_tokens);
-    VL_ASSERT(num_pending == 0 || in_flight(&s));
-  };
-
-  int32_t num_groups = 0;
-  const Sequence* previous = nullptr;
-  for (const Sequence* s = running_.front(); s != nullptr; s = running_.next(s)) {
-    VL_ASSERT(s->state == SequenceState::kRunning);
-    VL_ASSERT(previous == nullptr || running_.before(*previous, *s));
-    previous = s;
-    if (s->group != nullptr) {
-      VL_ASSERT(s->group->first == s);
-      ++num_groups;
-      check_group(*s->group);
-      for (const Sequence* beam : s->group->beams) {
-        take_row(beam->row);
-        tables.push_back(&beam->block_table);
-      }
-      continue;
-    }
-    VL_ASSERT(s->fork_parent == nullptr);
-    VL_ASSERT(s->num_computed >= 0 && s->num_computed < s->num_tokens());
-    VL_ASSERT(static_cast<int64_t>(s->block_table.blocks.size()) * block_size_ >=
-              std::max(s->num_planned, s->num_prompt_tokens));
-    check_planned(*s);
-    take_row(s->row);
-    tables.push_back(&s->block_table);
-    check_forks(*s);
-  }
-  previous = nullptr;
-  for (const Sequence* s = waiting_.front(); s != nullptr; s = waiting_.next(s)) {
-    VL_ASSERT(s->state == SequenceState::kWaiting);
-    VL_ASSERT(previous == nullptr || waiting_.before(*previous, *s));
-    VL_ASSERT(s->row == -1 && s->block_table.blocks.empty() && s->num_computed == 0);
-    if (s->group != nullptr) {
-      ++num_groups;
-      check_group(*s->group);
-    } else {
-      check_planned(*s);
-    }
-    check_forks(*s);
-    previous = s;
-  }
-  VL_ASSERT(num_parked == num_parked_ && num_groups == num_groups_);
-  VL_ASSERT(running_.size() <= num_rows_in_use() && num_rows_in_use() <= max_running_);
-  VL_ASSERT(num_in_flight_ >= 0 && num_in_flight_ <= kMaxStepsInFlight);
-  for (int32_t i = 0; i < num_in_flight_; ++i) {
-    VL_ASSERT(steps_[index_of_step(i)].number >
-              (i == 0 ? last_ended_ : steps_[index_of_step(i - 1)].number));
-    for (const ScheduledSequence& part : steps_[index_of_step(i)].sequences) {
-      VL_ASSERT(in_flight(part.sequence));
-      VL_ASSERT(part.sequence->group == nullptr || in_flight(part.sequence->group->first));
-      if (part.sequence->state != SequenceState::kFinished) continue;
-      VL_ASSERT(part.sequence->row == -1 && part.sequence->block_table.blocks.empty());
-    }
-  }
-  for (RowId row : free_rows_) take_row(row);
-  VL_ASSERT(std::find(row_taken.begin(), row_taken.end(), false) == row_taken.end());
-  VL_ASSERT(static_cast<size_t>(std::count(row_unreported_.begin(), row_unreported_.end(), true)) ==
-            unreported_rows_.size());
-  cache_.check_invariants(tables);
 }
 
 }  // namespace vllm_lite

@@ -82,6 +82,21 @@ struct Sequence {
   bool samples_nothing() const { return max_total_tokens == num_prompt_tokens; }
   bool is_scored() const { return num_prompt_logprobs >= 0; }
   int32_t num_output_tokens() const { return num_tokens() - num_prompt_tokens; }
+  // Tokens that are left to compute after the steps in flight. The last token that the limit allows
+  // is never computed: it is sampled, and the sequence ends.
+  int32_t num_remaining() const {
+    const int32_t num_to_come = num_tokens() + num_pending;
+    return num_to_come < max_total_tokens || samples_nothing() ? num_to_come - num_planned : 0;
+  }
+  // The parent is computing the prompt that this sample will fork.
+  bool awaits_parent() const {
+    return fork_parent != nullptr && fork_parent->state == SequenceState::kRunning &&
+           fork_parent->num_computed < num_prompt_tokens;
+  }
+  // Rows that it, or the group that it stands for, has while it runs; and of these, those that have
+  // one token to compute.
+  int32_t num_rows() const;
+  int32_t num_decoding() const;
 };
 
 // The sequences of one beam search. The first stands for all of them in the scheduler's lists, with
@@ -97,5 +112,11 @@ struct BeamGroup {
 
   int32_t width() const { return static_cast<int32_t>(beams.size()); }
 };
+
+inline int32_t Sequence::num_rows() const { return group == nullptr ? 1 : group->width(); }
+inline int32_t Sequence::num_decoding() const {
+  if (group == nullptr) return num_remaining() == 1;
+  return group->beams.front()->num_remaining() == 1 ? group->num_in_use : 0;
+}
 
 }  // namespace vllm_lite
