@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(32) decode_kernel(const __grid_constant__ Kern
     const ItemView view(args, plan_item(args, i / num_heads), i % num_heads);
     const int num_item_rows = view.row_end() - view.item.row_begin;
     if (num_item_rows <= 0 || num_item_rows > kDecodeRows) continue;
-    KeySpan span(args, view, view.item.row_begin, view.row_end());
+    KeySpan span = KeySpan::seen_by_some<kPlain>(args, view, view.item.row_begin, view.row_end());
     span.clip(view.item);
     write_unseen<T, kHeadSize>(args, view, view.item.row_begin, span);
     const int tile_end = span.tile_end();

@@ -114,7 +114,7 @@ struct TileProducer {
   }
 };
 
-template <typename T, int kHeadSize>
+template <typename T, int kHeadSize, bool kPlain>
 __device__ __forceinline__ void consume_pass(const TileRing<SwizzledLayout<T, kHeadSize>>& ring,
                                              uint32_t step, const KernelArgs& args,
                                              const ItemView& view, int pass, int warp_index,
@@ -133,9 +133,9 @@ __device__ __forceinline__ void consume_pass(const TileRing<SwizzledLayout<T, kH
     return;
   }
   if (first_tile == tile_end) return;
-  const KeySpan seen_by_group = KeySpan::seen_by_all(args, view, group_begin, group_end);
-  WarpItem<T, T, kHeadSize, true, SwizzledLayout<T, kHeadSize>> warp(args, view, first_row,
-                                                                     warp_shared);
+  const KeySpan seen_by_group = KeySpan::seen_by_all<kPlain>(args, view, group_begin, group_end);
+  WarpItem<T, T, kHeadSize, kPlain, SwizzledLayout<T, kHeadSize>> warp(args, view, first_row,
+                                                                       warp_shared);
   auto& rows = warp.rows;
   const auto score = [&](uint32_t keys_step, int start) {
     rows.score_async(ring.wait_full(keys_step));
@@ -180,7 +180,7 @@ __device__ __forceinline__ void consume_pass(const TileRing<SwizzledLayout<T, kH
 }
 
 // function(view, pass, span) for each 128 rows of the block's items; span: the keys that they see.
-template <typename Function>
+template <bool kPlain, typename Function>
 __device__ __forceinline__ void for_each_pass(const KernelArgs& args, const Function& function) {
   const int num_heads = args.params.num_kv_heads;
   const PlanHeader header = plan_header(args);
@@ -189,15 +189,16 @@ __device__ __forceinline__ void for_each_pass(const KernelArgs& args, const Func
     const ItemView view(args, plan_item(args, header.num_decode_items + i / num_heads),
                         i % num_heads);
     for (int pass = view.item.row_begin; pass < view.row_end(); pass += kPrefillRows) {
-      KeySpan span(args, view, pass, min(pass + kPrefillRows, view.row_end()));
+      KeySpan span =
+          KeySpan::seen_by_some<kPlain>(args, view, pass, min(pass + kPrefillRows, view.row_end()));
       span.clip(view.item);
       function(view, pass, span);
     }
   }
 }
 
-// Neither soft cap nor ALiBi; KV of the query's type.
-template <typename T, int kHeadSize>
+// KV of the query's type.
+template <typename T, int kHeadSize, bool kPlain>
 __global__ void __launch_bounds__(kHopperThreads, 1)
     hopper_prefill_kernel(const __grid_constant__ KernelArgs args) {
   using Shared = HopperShared<T, kHeadSize>;
@@ -216,7 +217,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     device::keep_registers<kProducerRegisters>();
     if (warp_index > kConsumerWarps) return;
     TileProducer<Layout> producer{ring, static_cast<const unsigned char*>(args.params.kv_cache), 0};
-    for_each_pass(args, [&](const ItemView& view, int, const KeySpan& span) {
+    for_each_pass<kPlain>(args, [&](const ItemView& view, int, const KeySpan& span) {
       producer.fill_pass(args, view, span);
     });
     producer.finish();
@@ -226,15 +227,15 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   unsigned char* const warp_shared =
       shared + Shared::kRows + warp_index * Shared::Rows::kSharedBytes;
   uint32_t step = 0;
-  for_each_pass(args, [&](const ItemView& view, int pass, const KeySpan& span) {
-    consume_pass<T, kHeadSize>(ring, step, args, view, pass, warp_index, span, warp_shared);
+  for_each_pass<kPlain>(args, [&](const ItemView& view, int pass, const KeySpan& span) {
+    consume_pass<T, kHeadSize, kPlain>(ring, step, args, view, pass, warp_index, span, warp_shared);
     step += 2 * (span.tile_end() - span.tile_begin());
   });
 }
 
-template <typename T, int kHeadSize>
+template <typename T, int kHeadSize, bool kPlain>
 void launch_hopper_prefill(const KernelArgs& args) {
-  constexpr auto kKernel = hopper_prefill_kernel<T, kHeadSize>;
+  constexpr auto kKernel = hopper_prefill_kernel<T, kHeadSize, kPlain>;
   constexpr int kShared = HopperShared<T, kHeadSize>::kBytes;
   static const int blocks = persistent_blocks(kKernel, kHopperThreads, kShared);
   VL_LAUNCH(kKernel, blocks, kHopperThreads, kShared, args.params.stream, args);

@@ -89,28 +89,31 @@ struct ItemView {
   }
 };
 
-// Keys that some row sees, and the tiles they lie in.
+// Keys, and the tiles they lie in. kPlain: as of the kernels; there is no sliding window.
 struct KeySpan {
   int begin, end;
 
-  __device__ __forceinline__ KeySpan(int first, int past_last) : begin(first), end(past_last) {}
-  // Of rows row_begin .. row_end - 1.
-  __device__ __forceinline__ KeySpan(const KernelArgs& args, const ItemView& view, int row_begin,
-                                     int row_end)
-      : begin(0), end(0) {
-    if (row_begin >= row_end) return;
-    begin = window_begin(args, view.position(args, row_begin));
-    end = max(0, view.position(args, row_end - 1) + 1);
-    begin = min(begin, end);
+  // That some of rows row_begin .. row_end - 1 sees.
+  template <bool kPlain>
+  static __device__ __forceinline__ KeySpan seen_by_some(const KernelArgs& args,
+                                                         const ItemView& view, int row_begin,
+                                                         int row_end) {
+    if (row_begin >= row_end) return {0, 0};
+    const int end = max(0, view.position(args, row_end - 1) + 1);
+    return {min(window_begin<kPlain>(args, view.position(args, row_begin)), end), end};
   }
-  // Keys that all of these rows see; row_begin < row_end.
+  // That all of them see; nothing if there are no rows.
+  template <bool kPlain>
   static __device__ __forceinline__ KeySpan seen_by_all(const KernelArgs& args,
                                                         const ItemView& view, int row_begin,
                                                         int row_end) {
-    return {window_begin(args, view.position(args, row_end - 1)),
+    if (row_begin >= row_end) return {0, 0};
+    return {window_begin<kPlain>(args, view.position(args, row_end - 1)),
             view.position(args, row_begin) + 1};
   }
+  template <bool kPlain>
   static __device__ __forceinline__ int window_begin(const KernelArgs& args, int position) {
+    if constexpr (kPlain) return 0;
     const int window = args.params.sliding_window;
     return window == 0 ? 0 : max(0, position + 1 - window);
   }

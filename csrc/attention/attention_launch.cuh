@@ -18,25 +18,28 @@ namespace attention {
 template <typename T, typename Kv, int kHeadSize>
 constexpr bool kHasHopper = std::is_same_v<T, Kv> && (kHeadSize == 64 || kHeadSize == 128);
 
-// Soft cap and ALiBi are off by template. A sliding window is not: it would save at most 3 % of a
-// tile's instructions (docs/performance.md), since only the tiles that a window cuts are masked.
-template <typename T, typename Kv, int kHeadSize>
-void launch_items(const KernelArgs& args) {
+template <typename T, typename Kv, int kHeadSize, bool kPlain>
+void launch_variant(const KernelArgs& args) {
   const PagedAttentionParams& params = args.params;
   const bool has_prefill = has_prefill_items(params.num_tokens, params.num_seqs);
-  if (params.soft_cap != 0 || params.alibi_slopes != nullptr || !(args.factors.scale > 0)) {
-    if (has_prefill) launch_prefill<T, Kv, kHeadSize, false>(args);
-    launch_decode<T, Kv, kHeadSize, false, false>(args);
-    return;
-  }
   Instructions allowed{};
   if constexpr (kHasHopper<T, Kv, kHeadSize>) {
     allowed = attention_instructions(params);
-    if (has_prefill && allowed.wgmma) launch_hopper_prefill<T, kHeadSize>(args);
-    if (allowed.bulk_copies) launch_decode<T, Kv, kHeadSize, true, true>(args);
+    if (has_prefill && allowed.wgmma) launch_hopper_prefill<T, kHeadSize, kPlain>(args);
+    if (allowed.bulk_copies) launch_decode<T, Kv, kHeadSize, kPlain, true>(args);
   }
-  if (has_prefill && !allowed.wgmma) launch_prefill<T, Kv, kHeadSize, true>(args);
-  if (!allowed.bulk_copies) launch_decode<T, Kv, kHeadSize, true, false>(args);
+  if (has_prefill && !allowed.wgmma) launch_prefill<T, Kv, kHeadSize, kPlain>(args);
+  if (!allowed.bulk_copies) launch_decode<T, Kv, kHeadSize, kPlain, false>(args);
+}
+
+// Sliding window, soft cap and ALiBi are off by template where a call has none of them.
+template <typename T, typename Kv, int kHeadSize>
+void launch_items(const KernelArgs& args) {
+  if (args.params.sliding_window == 0 && !args.factors.bends) {
+    launch_variant<T, Kv, kHeadSize, true>(args);
+  } else {
+    launch_variant<T, Kv, kHeadSize, false>(args);
+  }
 }
 
 }  // namespace attention

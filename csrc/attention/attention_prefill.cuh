@@ -83,7 +83,8 @@ __global__ void __launch_bounds__(32 * kPrefillWarps<kHeadSize>)
       __syncthreads();  // the previous pass has been read
       if (threadIdx.x == 0) *found_none = 0;
       __syncthreads();
-      KeySpan block_span(args, view, pass, min(pass + kWarps * kDecodeRows, view.row_end()));
+      KeySpan block_span = KeySpan::seen_by_some<kPlain>(
+          args, view, pass, min(pass + kWarps * kDecodeRows, view.row_end()));
       block_span.clip(view.item);
       const int first_row = pass + warp_index * kDecodeRows;
       write_unseen<T, kHeadSize>(args, view, first_row, block_span);

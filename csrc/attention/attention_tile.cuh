@@ -69,16 +69,19 @@ __device__ __forceinline__ float inverse(float weight, float factor) {
   return weight == 0 ? 0.0f : factor / weight;
 }
 
-// Factors of the scores, for exp2: x = score * scale (+ slope * distance), or, with a soft cap,
-// x = cap * tanh(that).
+// From a score to its weight's exponent, to the base 2: score * scale. With a soft cap or ALiBi the
+// score is bent first: it becomes score * inner + slope * distance, or the tanh of that.
 struct ScoreFactors {
-  float scale;
-  float cap;    // 0: none
+  float scale;  // > 0
+  bool bends;
+  bool has_cap;
+  float inner;
   float slope;  // factor of the ALiBi slopes
 };
 
 // The rows of one warp, while they go through their KV.
-// kPlain: neither soft cap nor ALiBi, and scale > 0.
+// kPlain: no sliding window, and scores are not bent. Without it, whether they are is asked once
+// per tile, so that a window alone costs next to nothing.
 template <typename T, typename Kv, int kHeadSize, bool kPlain,
           typename Layout = PaddedLayout<Kv, kHeadSize>>
 struct WarpRows {
@@ -224,15 +227,15 @@ struct WarpRows {
         }
       }
     };
-    if constexpr (!kPlain) {
+    if (!kPlain && factors.bends) {
       for_each_score([&](float x, int key, int h) {
-        x = fmaf(x, factors.scale, slope[h] * static_cast<float>(key - position[h]));
-        return factors.cap > 0 ? factors.cap * tanh(x) : x;
+        x = fmaf(x, factors.inner, slope[h] * static_cast<float>(key - position[h]));
+        return factors.has_cap ? tanh(x) : x;
       });
     }
     if (is_masked) {
       for_each_score([&](float x, int key, int h) {
-        return key >= seen_begin[h] && key <= position[h] ? x : -infinity();
+        return (kPlain || key >= seen_begin[h]) && key <= position[h] ? x : -infinity();
       });
     }
 #pragma unroll
@@ -247,7 +250,7 @@ struct WarpRows {
       }
       highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
-      if constexpr (kPlain) highest *= factors.scale;
+      highest *= factors.scale;
       const float old_maximum = maximum[h];
       maximum[h] = fmaxf(old_maximum, highest);
       // All scores so far may be -infinity, when their weights are 0, not NaN.
@@ -259,7 +262,7 @@ struct WarpRows {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           float& x = scores[n][2 * h + j];
-          x = device::exp2_approx(kPlain ? fmaf(x, factors.scale, -shift) : x - shift);
+          x = device::exp2_approx(fmaf(x, factors.scale, -shift));
           tile_weight += x;
         }
       }
@@ -405,7 +408,8 @@ struct WarpRows {
     for (int row = 0; row < 16; ++row) {
       const int source = row % 8 * 4;
       const int last = __shfl_sync(kWholeWarp, row < 8 ? position[0] : position[1], source);
-      const int first = __shfl_sync(kWholeWarp, row < 8 ? seen_begin[0] : seen_begin[1], source);
+      const int first =
+          kPlain ? 0 : __shfl_sync(kWholeWarp, row < 8 ? seen_begin[0] : seen_begin[1], source);
       const bool mine[2] = {lane / 4 == row, lane / 4 + 8 == row};
 #pragma unroll 1
       for (int i = 0; i < 2; ++i) {
@@ -449,7 +453,7 @@ struct WarpRows {
   }
 
   static __device__ __forceinline__ float tanh(float x) {
-    return 1.0f - 2.0f / (1.0f + device::exp2_approx(x * (2 * kLog2E)));
+    return 1.0f - __fdividef(2.0f, 1.0f + device::exp2_approx(x * (2 * kLog2E)));
   }
 
   // The values of keys 16 * step .. 16 * step + 15 and of a pair of chunks of 16 bytes, as the

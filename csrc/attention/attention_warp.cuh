@@ -27,16 +27,10 @@ struct WarpItem {
   __device__ __forceinline__ WarpItem(const KernelArgs& kernel_args, const ItemView& item_view,
                                       int warp_row, unsigned char* shared,
                                       float4* local_total = nullptr)
-      : args(kernel_args),
-        view(item_view),
-        first_row(warp_row),
-        span(kernel_args, item_view, warp_row, min(warp_row + kDecodeRows, item_view.row_end())),
-        seen_by_all(0, 0),
-        has_total(false) {
-    if (warp_row < view.row_end()) {
-      seen_by_all =
-          KeySpan::seen_by_all(args, view, warp_row, min(warp_row + kDecodeRows, view.row_end()));
-    }
+      : args(kernel_args), view(item_view), first_row(warp_row), has_total(false) {
+    const int row_end = min(warp_row + kDecodeRows, view.row_end());
+    span = KeySpan::seen_by_some<kPlain>(args, view, warp_row, row_end);
+    seen_by_all = KeySpan::seen_by_all<kPlain>(args, view, warp_row, row_end);
     span.clip(view.item);
     rows.begin(shared, local_total);
     rows.factors = args.factors;
@@ -49,7 +43,7 @@ struct WarpItem {
                               view.element(args, row, args.params.query_token_stride)
                         : nullptr;
       rows.position[h] = exists ? view.position(args, row) : -1;
-      rows.seen_begin[h] = KeySpan::window_begin(args, rows.position[h]);
+      rows.seen_begin[h] = KeySpan::window_begin<kPlain>(args, rows.position[h]);
       rows.slope[h] = 0;
       if (!kPlain && exists && args.params.alibi_slopes != nullptr) {
         const int head = view.kv_head * args.group + row % args.group;

@@ -96,8 +96,11 @@ void launch(const KernelArgs& args) {
 
 ScoreFactors score_factors(const PagedAttentionParams& params) {
   const float scale = params.scale * params.k_scale;
-  if (params.soft_cap == 0) return {scale * kLog2E, 0, kLog2E};
-  return {scale / params.soft_cap, params.soft_cap * kLog2E, 1 / params.soft_cap};
+  const bool has_cap = params.soft_cap > 0;
+  const bool bends = has_cap || params.alibi_slopes != nullptr || !(scale > 0);
+  if (!bends) return {scale * kLog2E, false, false, 0, 0};
+  const float cap = has_cap ? params.soft_cap : 1;
+  return {cap * kLog2E, true, has_cap, scale / cap, 1 / cap};
 }
 
 void check_params(const PagedAttentionParams& params) {

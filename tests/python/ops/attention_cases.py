@@ -156,6 +156,8 @@ _ATTENTION_SHAPES = {
     "window": Shape(sliding_window=11),
     "soft cap": Shape(soft_cap=2.0),
     "alibi": Shape(alibi=True),
+    "window and soft cap": Shape(sliding_window=11, soft_cap=2.0),
+    "window and alibi": Shape(sliding_window=11, alibi=True),
 }
 _MOVE_SHAPES = {f"head {size}": Shape(head_size=size) for size in HEAD_SIZES}
 

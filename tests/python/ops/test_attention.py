@@ -237,6 +237,11 @@ def test_window_wider_than_the_sequence_is_no_window(widest: torch.dtype) -> Non
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.125])
+def test_scale_may_be_0_or_negative(scale: float, widest: torch.dtype) -> None:
+    check(make_sequences(MIXES["mixed"], 2, 2, 64, widest), Options(scale, sliding_window=30))
+
+
 def test_soft_cap_holds_scores_over_5000(widest: torch.dtype) -> None:
     sequences = make_sequences(MIXES["mixed"], 2, 2, 64, widest, gain=30.0)
     scores = torch.einsum("qhd,khd->hqk", sequences[0].query[:, ::2], sequences[0].key) / 8
