@@ -9,10 +9,13 @@
 namespace vllm_lite {
 namespace attention {
 
+constexpr int kNoWindow = 1 << 30;  // longer than any sequence
+
 struct KernelArgs {
   PagedAttentionParams params;
   ScoreFactors factors;
   float value_factor;  // of the sums
+  int window;          // keys that a row sees at most; kNoWindow
   int group;
   int block_shift;  // log2 of block_size
   // Of the prefill kernel: 2 or 4, and whether the warps' totals are in local memory.
@@ -114,8 +117,7 @@ struct KeySpan {
   template <bool kPlain>
   static __device__ __forceinline__ int window_begin(const KernelArgs& args, int position) {
     if constexpr (kPlain) return 0;
-    const int window = args.params.sliding_window;
-    return window == 0 ? 0 : max(0, position + 1 - window);
+    return max(0, position + 1 - args.window);
   }
   // The part that lies in the item's ranges.
   __device__ __forceinline__ void clip(const PlanItem& item) {

@@ -35,7 +35,7 @@ void launch_variant(const KernelArgs& args) {
 // Sliding window, soft cap and ALiBi are off by template where a call has none of them.
 template <typename T, typename Kv, int kHeadSize>
 void launch_items(const KernelArgs& args) {
-  if (args.params.sliding_window == 0 && !args.factors.bends) {
+  if (args.window == kNoWindow && !args.factors.bends) {
     launch_variant<T, Kv, kHeadSize, true>(args);
   } else {
     launch_variant<T, Kv, kHeadSize, false>(args);

@@ -105,7 +105,7 @@ struct WarpRows {
   // the factor that the last softmax found for the sums.
   float maximum[2], weight[2], correction[2];
   int position[2];  // -1 or less: sees nothing
-  int seen_begin[2];
+  int window;       // keys that it sees at most
   float slope[2];
   ScoreFactors factors;
   float2* total_state;  // [16]
@@ -235,7 +235,7 @@ struct WarpRows {
     }
     if (is_masked) {
       for_each_score([&](float x, int key, int h) {
-        return (kPlain || key >= seen_begin[h]) && key <= position[h] ? x : -infinity();
+        return (kPlain || key > position[h] - window) && key <= position[h] ? x : -infinity();
       });
     }
 #pragma unroll
@@ -408,8 +408,7 @@ struct WarpRows {
     for (int row = 0; row < 16; ++row) {
       const int source = row % 8 * 4;
       const int last = __shfl_sync(kWholeWarp, row < 8 ? position[0] : position[1], source);
-      const int first =
-          kPlain ? 0 : __shfl_sync(kWholeWarp, row < 8 ? seen_begin[0] : seen_begin[1], source);
+      const int first = kPlain ? 0 : last - window + 1;
       const bool mine[2] = {lane / 4 == row, lane / 4 + 8 == row};
 #pragma unroll 1
       for (int i = 0; i < 2; ++i) {

@@ -34,6 +34,7 @@ struct WarpItem {
     span.clip(view.item);
     rows.begin(shared, local_total);
     rows.factors = args.factors;
+    rows.window = args.window;
     const T* query[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -43,7 +44,6 @@ struct WarpItem {
                               view.element(args, row, args.params.query_token_stride)
                         : nullptr;
       rows.position[h] = exists ? view.position(args, row) : -1;
-      rows.seen_begin[h] = KeySpan::window_begin<kPlain>(args, rows.position[h]);
       rows.slope[h] = 0;
       if (!kPlain && exists && args.params.alibi_slopes != nullptr) {
         const int head = view.kv_head * args.group + row % args.group;

@@ -1,4 +1,5 @@
 // Entry of paged attention on CUDA, and the merge of what the plan has split.
+#include <algorithm>
 #include <string>
 
 #include "attention/attention_item.cuh"
@@ -138,6 +139,7 @@ void paged_attention_cuda(const PagedAttentionParams& params) {
   if (params.kv_dtype == KvDType::kAsQuery) args.params.k_scale = args.params.v_scale = 1;
   args.factors = score_factors(args.params);
   args.value_factor = args.params.v_scale;
+  args.window = params.sliding_window == 0 ? kNoWindow : std::min(params.sliding_window, kNoWindow);
   args.group = params.num_heads / params.num_kv_heads;
   args.block_shift = __builtin_ctz(params.block_size);
   if (params.dtype == DType::kBFloat16) {
