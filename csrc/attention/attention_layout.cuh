@@ -47,13 +47,15 @@ struct SwizzledLayout {
 template <typename Layout, int kRows>
 __device__ __forceinline__ void copy_rows(unsigned char* tile, int first_row,
                                           const unsigned char* cache, uint32_t lane_row) {
-  const int lane = device::opaque(lane_index());
+  constexpr uint32_t kChunks = Layout::kChunks, kCount = kRows * kChunks;
+  const auto lane = static_cast<uint32_t>(device::opaque(lane_index()));
 #pragma unroll 4
-  for (int i = 0; i < (kRows * Layout::kChunks + 31) / 32; ++i) {
-    const int index = i * 32 + lane;
-    const int row = index / Layout::kChunks, chunk = index % Layout::kChunks;
+  for (uint32_t i = 0; i < (kCount + 31) / 32; ++i) {
+    // Unsigned: to divide a signed number by a power of two takes five instructions, not one.
+    const uint32_t index = i * 32 + lane;
+    const int row = static_cast<int>(index / kChunks), chunk = static_cast<int>(index % kChunks);
     const uint32_t cache_row = __shfl_sync(kWholeWarp, lane_row, row % kRows);
-    if (kRows * Layout::kChunks % 32 != 0 && row >= kRows) continue;
+    if (kCount % 32 != 0 && index >= kCount) continue;
     const bool valid = cache_row != kNoRow;
     device::copy_16_async(
         tile + Layout::offset(first_row + row, chunk),
