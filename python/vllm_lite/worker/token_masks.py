@@ -76,10 +76,11 @@ class _Row:
         if self.matcher is not None and not self.matcher.is_stopped():
             self.matcher.consume_token(token)
 
-    def finish(self, mask: np.ndarray, drafts: list[int]) -> None:
-        """mask: uint32, all that the grammar allows after ``drafts``."""
-        if self.matcher is not None and self.matcher.is_error():
-            logger.warning("a grammar failed: %s", self.matcher.get_error()[:400])
+    def finish(self, mask: np.ndarray, matcher: "LLMatcher | None", drafts: list[int]) -> None:
+        """mask: uint32, all that the grammar allows after ``drafts``; matcher: which is there."""
+        if matcher is not None and matcher.is_error():
+            if not drafts:
+                logger.warning("a grammar failed: %s", matcher.get_error()[:400])
             mask[:] = 0
             return
         ends = [self._ignored_ids]
@@ -91,13 +92,42 @@ class _Row:
             without = mask.copy()
             _clear(without, end_ids)
             # A grammar that allows nothing else is complete, and the request ends.
-            if self.matcher is None or without.any():
+            if matcher is None or without.any():
                 mask[:] = without
         _clear(mask, self._single)
         if output:
             for beginning, last in self._endings.get(output[-1], ()):
                 if output[-len(beginning) :] == beginning:
                     _clear(mask, np.array([last], "u4"))
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """A row on its way through the drafts of a step."""
+
+    row: _Row
+    matcher: "LLMatcher | None"
+    mask: int  # number of the mask that is being made
+    drafts: list[int]
+
+    def advance(self, mask: np.ndarray, num_drafts: int) -> bool:
+        """Past the next draft, after ``num_drafts`` others and where ``mask`` holds. False if there
+        is none, or if whatever is sampled after it does not count.
+        """
+        if num_drafts == len(self.drafts):
+            return False
+        draft = self.drafts[num_drafts]
+        if not mask[draft >> 5] >> (draft & 31) & 1:
+            return False
+        if self.matcher is not None:
+            # A copy costs less than a mask. To take drafts back would not do: grammars with
+            # max_tokens or a stop have no way back, nor is there one from one that has failed.
+            if num_drafts == 0:
+                self.matcher = self.matcher.deep_copy()
+            if not self.matcher.is_stopped():
+                self.matcher.consume_token(draft)
+        self.mask += 1
+        return True
 
 
 def _clear(mask: np.ndarray, ids: np.ndarray) -> None:
@@ -192,29 +222,29 @@ class TokenMasks:
         masks = torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned)
         index = torch.full((num_logits,), -1, dtype=torch.int32, pin_memory=pinned)
         # A row's masks lie behind one another, each after one draft more.
+        ahead: list[_Ahead] = []
+        num_masks = 0
         logits: dict[int, list[int]] = {}
         for logit, row in sampled:
             logits.setdefault(row, []).append(logit)
-        rows = [(self._rows[row], drafts.get(row, []), logits[row]) for row in logits]
-        plain, ahead_of, num_masks = [], [], 0
-        for constrained, ahead, of_row in rows:
-            if constrained.matcher is not None and ahead:
-                ahead_of.append((constrained.matcher, num_masks, ahead))
-            elif constrained.matcher is not None:
-                plain.append((constrained.matcher, num_masks))
-            num_masks += len(of_row)
-        if self._executor is not None:
-            place = masks.data_ptr(), masks.shape[1] * 4, masks.shape[0]
-            if plain:
-                self._executor.unsafe_compute_mask_ptr(plain, *place)
-            if ahead_of:
-                self._executor.unsafe_compute_mask_ptr_with_draft_token(ahead_of, *place)
-        words, at = masks.numpy().view(np.uint32), 0
-        for constrained, ahead, of_row in rows:
-            for num_ahead, logit in enumerate(of_row):
-                constrained.finish(words[at], ahead[:num_ahead])
-                index[logit] = at
-                at += 1
+        for row, of_row in logits.items():
+            constrained = self._rows[row]
+            ahead.append(_Ahead(constrained, constrained.matcher, num_masks, drafts.get(row, [])))
+            for logit in of_row:
+                index[logit] = num_masks
+                num_masks += 1
+        words = masks.numpy().view(np.uint32)
+        num_drafts = 0
+        while ahead:
+            matchers = [(each.matcher, each.mask) for each in ahead if each.matcher is not None]
+            if matchers and self._executor is not None:
+                self._executor.unsafe_compute_mask_ptr(
+                    matchers, masks.data_ptr(), masks.shape[1] * 4, masks.shape[0]
+                )
+            for each in ahead:
+                each.row.finish(words[each.mask], each.matcher, each.drafts[:num_drafts])
+            ahead = [each for each in ahead if each.advance(words[each.mask], num_drafts)]
+            num_drafts += 1
         return StepMasks(masks, index)
 
     def _matcher(self, grammar: str) -> "LLMatcher":

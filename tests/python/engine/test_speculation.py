@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from llguidance import LLParserLimits
 
 from tiny_model import EOS, VOCAB_SIZE, block_bytes
 from vllm_lite import (
@@ -16,6 +17,7 @@ from vllm_lite import (
 )
 from vllm_lite.config import EngineConfig, SpeculativeConfig
 from vllm_lite.stats import EngineStats
+from vllm_lite.worker import token_masks
 from vllm_lite.worker.sampler import Sampler
 from vllm_lite.worker.worker import Worker
 
@@ -261,6 +263,54 @@ def test_grammars_are_asked_about_drafts(tiny_model: str) -> None:
     ]  # fmt: skip
     stats = check(tiny_model, params, PROMPTS[: len(params)], num_tokens=5)
     assert stats.num_accepted_tokens > 50
+
+
+def test_grammars_that_cannot_go_back_have_drafts_too(tiny_model: str) -> None:
+    """llguidance cannot undo tokens where a rule has max_tokens or a stop; drafts killed these."""
+    kinds = [
+        'start: "<" x ">"\nx[max_tokens=30]: /[ab]*/',
+        'start: (x "c")~6\nx[stop="b"]: /[a-b]*/',
+        'start: (x "c")~6\nx[suffix="ba"]: /[ab]*/',
+    ]
+    params = [
+        SamplingParams(
+            temperature=temperature, seed=4, max_tokens=80,
+            structured_outputs=StructuredOutputsParams(grammar=grammar),
+        )
+        for grammar in kinds
+        for temperature in (0.0, 1.0)
+    ]  # fmt: skip
+    check(tiny_model, params, PROMPTS[: len(params)], 5)
+
+
+def test_a_draft_after_which_a_grammar_is_too_complex_is_a_guess_like_any_other(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request ends if the model goes there, at the same token, and only then."""
+    few = LLParserLimits(step_max_items=100, verbose_errors=False)
+    monkeypatch.setattr(token_masks, "limits", lambda: few)
+    wide = " ".join(f'("{letter}" "x"*)?' for letter in "abcdefghijklmnopqrstuvwxyz")
+    grammar = StructuredOutputsParams(grammar=f'start: ("a" | "b" | "{{" w)+\nw: {wide}')
+    with LLM(tiny_model, **OPTIONS) as llm:
+        prompt = llm.get_tokenizer().encode("ab{ba{aa{bb{" * 3, add_special_tokens=False)
+        brace = llm.get_tokenizer().encode("{", add_special_tokens=False)[-1]
+    params = [
+        SamplingParams(
+            temperature=1.0, seed=seed, max_tokens=40, structured_outputs=grammar,
+            logit_bias={brace: bias},
+        )
+        for seed in range(4)
+        for bias in (-100.0, 2.0)
+    ]  # fmt: skip
+    expected, _ = generate(tiny_model, params, [prompt] * len(params))
+    found, stats = generate(
+        tiny_model, params, [prompt] * len(params),
+        speculative_config=config(4, prompt_lookup_min=1),
+    )  # fmt: skip
+    assert found == expected
+    assert stats.num_draft_tokens > 0
+    reasons = [sample[3] for [sample] in expected]
+    assert "error" not in reasons[::2] and set(reasons[1::2]) == {"error"}
 
 
 def test_stops_within_accepted_drafts_end_the_output_there(tiny_model: str) -> None:
