@@ -51,6 +51,7 @@ def make_core(
 ) -> _core.EngineCore:
     assert resolved.num_blocks is not None
     speculative = config.speculative_config
+    least, most = (0, 0) if speculative is None else speculative.ngram_lengths
     return _core.EngineCore(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -65,8 +66,8 @@ def make_core(
         num_clients=num_clients,
         async_scheduling=async_scheduling,
         num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
-        prompt_lookup_min=0 if speculative is None else speculative.prompt_lookup_min,
-        prompt_lookup_max=0 if speculative is None else speculative.prompt_lookup_max,
+        prompt_lookup_min=least,
+        prompt_lookup_max=most,
         max_num_logits=config.max_num_logits,
         tokens=_core.make_token_table(
             table.bytes, table.offsets.tobytes(), bytes(table.kinds), table.decoding

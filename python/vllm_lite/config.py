@@ -70,32 +70,36 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     method: Literal["ngram"]
     num_speculative_tokens: int  # drafts of a sequence in one step
     # Either alone stands for both; without either they are 2 and 5.
-    prompt_lookup_min: int = 0
-    prompt_lookup_max: int = 0
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
 
     def __post_init__(self) -> None:
         if self.method != "ngram":
             raise ValueError(f"speculative_config.method must be ngram, got {self.method!r}")
-        for name, least, most in (
-            ("num_speculative_tokens", 1, _MAX_SPECULATIVE_TOKENS),
-            ("prompt_lookup_min", 0, _MAX_PROMPT_LOOKUP),
-            ("prompt_lookup_max", 0, _MAX_PROMPT_LOOKUP),
+        for name, most in (
+            ("num_speculative_tokens", _MAX_SPECULATIVE_TOKENS),
+            ("prompt_lookup_min", _MAX_PROMPT_LOOKUP),
+            ("prompt_lookup_max", _MAX_PROMPT_LOOKUP),
         ):
             value = getattr(self, name)
-            if type(value) is not int or not least <= value <= most:
+            if value is None and name != "num_speculative_tokens":
+                continue
+            if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(
-                    f"speculative_config.{name} must be an integer from {max(least, 1)} to {most}, "
-                    f"got {value!r}"
+                    f"speculative_config.{name} must be an integer from 1 to {most}, got {value!r}"
                 )
-        if not self.prompt_lookup_min and not self.prompt_lookup_max:
-            self.prompt_lookup_min, self.prompt_lookup_max = 2, 5
-        self.prompt_lookup_min = self.prompt_lookup_min or self.prompt_lookup_max
-        self.prompt_lookup_max = self.prompt_lookup_max or self.prompt_lookup_min
-        if self.prompt_lookup_min > self.prompt_lookup_max:
+        least, most = self.ngram_lengths
+        if least > most:
             raise ValueError(
-                f"speculative_config.prompt_lookup_min is {self.prompt_lookup_min}, but must be at "
-                f"most prompt_lookup_max, which is {self.prompt_lookup_max}"
+                f"speculative_config.prompt_lookup_min is {least}, but must be at most "
+                f"prompt_lookup_max, which is {most}"
             )
+
+    @property
+    def ngram_lengths(self) -> tuple[int, int]:
+        """The least and the most tokens of an n-gram."""
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        return least or most or 2, most or least or 5
 
 
 class EngineConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

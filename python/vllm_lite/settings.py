@@ -31,7 +31,7 @@ def json_object(text: str) -> dict[str, Any]:
     """Type of an option that is a JSON object; in a file it may be a mapping."""
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")

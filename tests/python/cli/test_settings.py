@@ -127,6 +127,7 @@ def test_every_option_can_come_from_each_source(tmp_path: Path) -> None:
         ("served-model-name: [a, 5]", "served-model-name: must be text"),
         ("kv-cache-memory: lots", "kv-cache-memory: not a number of bytes"),
         ("speculative-config: '{'", "speculative-config: not JSON"),
+        ("speculative-config: '" + 5000 * '{"a":' + "'", "speculative-config: not JSON"),
         ("speculative-config: '[1]'", r"speculative-config: must be a JSON object, got '\[1\]'"),
         ("speculative-config: [1]", r"speculative-config: must be a single value, got \[1\]"),
         ("- port", "must be a mapping"),

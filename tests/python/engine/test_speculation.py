@@ -37,7 +37,7 @@ def repetitive_prompt(source: random.Random) -> Prompt:
 PROMPTS = [repetitive_prompt(random.Random(number)) for number in range(20)]
 
 
-def config(num_tokens: int, **options: int) -> dict[str, Any]:
+def config(num_tokens: int, **options: int | None) -> dict[str, Any]:
     return {"method": "ngram", "num_speculative_tokens": num_tokens, **options}
 
 
@@ -389,12 +389,12 @@ def test_lengths_of_n_grams_stand_for_one_another() -> None:
     for given, expected in (
         ({}, (2, 5)),
         ({"prompt_lookup_min": 3}, (3, 3)),
-        ({"prompt_lookup_max": 4}, (4, 4)),
+        ({"prompt_lookup_max": 4, "prompt_lookup_min": None}, (4, 4)),
         ({"prompt_lookup_min": 1, "prompt_lookup_max": 4}, (1, 4)),
     ):
         made = EngineConfig(speculative_config=config(4, **given)).speculative_config
         assert isinstance(made, SpeculativeConfig)
-        assert (made.prompt_lookup_min, made.prompt_lookup_max) == expected
+        assert made.ngram_lengths == expected
 
 
 @pytest.mark.parametrize(
@@ -408,6 +408,7 @@ def test_lengths_of_n_grams_stand_for_one_another() -> None:
         (config(2) | {"num_speculative_tokens": True}, "must be an integer from 1 to 16, got True"),
         (config(2, prompt_lookup_max=65), "prompt_lookup_max must be an integer from 1 to 64"),
         (config(2, prompt_lookup_min=-1), "prompt_lookup_min must be an integer from 1 to 64"),
+        (config(2, prompt_lookup_min=0, prompt_lookup_max=3), "integer from 1 to 64, got 0"),
         (config(2, prompt_lookup_min=4, prompt_lookup_max=3), "must be at most prompt_lookup_max"),
         (config(2) | {"model": "x"}, "speculative_config.model is not supported; there are method"),
         ("ngram", "speculative_config must be a dict or None, got 'ngram'"),
