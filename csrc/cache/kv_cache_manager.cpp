@@ -188,6 +188,15 @@ bool KvCacheManager::grow(BlockTable& table, int32_t num_tokens) {
   return true;
 }
 
+void KvCacheManager::shrink(BlockTable& table, int32_t num_tokens) {
+  const int32_t total = blocks_for(num_tokens);
+  VL_ASSERT(total >= std::max(table.num_published, table.num_out_of_window));
+  while (size_of(table) > total) {
+    give_back(table.blocks.back(), false);
+    table.blocks.pop_back();
+  }
+}
+
 void KvCacheManager::mark_computed(BlockTable& table, std::span<const TokenId> tokens,
                                    const CacheSalt& salt, int32_t num_computed) {
   const int32_t num_full = num_computed / block_size();

@@ -98,6 +98,10 @@ class KvCacheManager {
   // cannot. O(new blocks).
   bool grow(BlockTable& table, int32_t num_tokens);
 
+  // Gives back the blocks behind those of the first `num_tokens` tokens. O(blocks given back).
+  // REQUIRES: none of them is published or shared.
+  void shrink(BlockTable& table, int32_t num_tokens);
+
   // The first `num_computed` of `tokens` now have their KV in the table's blocks: publishes blocks
   // that became full to the prefix index (keeping the existing block when an equal one is already
   // there) and gives back blocks that fell out of the sliding window.

@@ -438,6 +438,10 @@ void Scheduler::commit_drafts(ScheduledSequence& part, TokenId token,
   if (s.num_tokens() > part.first_token + part.num_tokens) {
     s.num_computed = s.num_tokens() - 1;
     cache_.mark_computed(s.block_table, s.tokens, s.salt, s.num_computed);
+    // What wrong drafts took may be what others need for tokens of their own.
+    cache_.shrink(s.block_table, s.num_computed);
+    s.num_blocks_sent =
+        std::min(s.num_blocks_sent, static_cast<int32_t>(s.block_table.blocks.size()));
   }
   s.num_planned = s.num_computed;
   if (s.forks != nullptr && s.num_computed >= s.num_prompt_tokens) unpark_forks(s);

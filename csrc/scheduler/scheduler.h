@@ -80,9 +80,10 @@
 // guesses of the next ones with it, and sample after each of them. A guess that is what was sampled
 // before it is right, and so is what was sampled after it; from the first wrong one on all is
 // dropped, so that a sequence has the tokens that it would have without. Drafts take what a step
-// has left of tokens, logits and blocks when everybody has been served: they delay nobody and
-// preempt nobody. They are in none of num_planned, num_pending and ScheduledSequence::num_tokens.
-// Not together with asynchronous scheduling: where the next step begins is known at commit alone.
+// has left of tokens, logits and blocks when everybody has been served, and blocks that wrong ones
+// took are given back at commit: they delay nobody and preempt nobody. They are in none of
+// num_planned, num_pending and ScheduledSequence::num_tokens. Not together with asynchronous
+// scheduling: where the next step begins is known at commit alone.
 //
 // Sliding window: blocks that fall out are given back at commit and their table entries become
 // kNoBlock. The worker is not told: it keeps a stale entry that no query looks at any more.

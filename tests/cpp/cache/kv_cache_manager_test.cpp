@@ -78,6 +78,24 @@ TEST(KvCacheManager, GrowAddsBlocksOrChangesNothing) {
   check(cache, {&table});
 }
 
+TEST(KvCacheManager, ShrinkGivesBackTheBlocksBehind) {
+  KvCacheManager cache(kConfig);
+  BlockTable table;
+  const std::vector<TokenId> tokens = sequence_tokens(8);
+  admit(cache, table, tokens);
+  const std::vector<BlockId> before = table.blocks;
+  ASSERT_TRUE(cache.grow(table, 17));
+  EXPECT_EQ(cache.num_available_blocks(), 3);
+  cache.shrink(table, 8);
+  EXPECT_EQ(table.blocks, before);
+  EXPECT_EQ(cache.num_available_blocks(), 6);
+  cache.shrink(table, 20);  // it has no more
+  EXPECT_EQ(table.blocks, before);
+  cache.mark_computed(table, tokens, kSalt, 8);
+  EXPECT_THROW(cache.shrink(table, 4), InternalError);  // others may find it
+  check(cache, {&table});
+}
+
 TEST(KvCacheManager, ReleaseEmptiesTheTableAndMayBeRepeated) {
   KvCacheManager cache(kConfig);
   BlockTable table;

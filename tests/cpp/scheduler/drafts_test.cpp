@@ -367,13 +367,13 @@ TEST_F(DraftsTest, BlocksThatAreLeftGoToTheFirstAndNobodyIsPreempted) {
   EXPECT_EQ(drafts_of(first, b), 0);
   EXPECT_EQ(cache_->num_available_blocks(), 0);
   commit(first, 50);
-  // 5 tokens each: a holds blocks for 8. For its fifth token b preempts nobody before it but
-  // itself; the drafts of a take what that sets free.
+  // 5 tokens each: what the drafts of a took is there for the fifth token of b.
+  EXPECT_EQ(cache_->num_available_blocks(), 2);
   a->drafts = {11, 11, 11, 11};
   const Step& second = plan();
-  EXPECT_EQ(second.sequences.size(), 1u);
-  EXPECT_EQ(drafts_of(second, a), 4);
-  EXPECT_EQ(scheduler().stats().num_preemptions, 1);
+  EXPECT_EQ(tokens_of(second, b), 1);
+  EXPECT_EQ(drafts_of(second, a), 1);  // in the block of its fifth token
+  EXPECT_EQ(scheduler().stats().num_preemptions, 0);
 }
 
 TEST_F(DraftsTest, TheLastBlockIsFilledThoughItDoesNotHoldAll) {

@@ -319,8 +319,10 @@ TEST_F(StepBuilderTest, CancelledStepWithDraftsIsSentAgain) {
   EXPECT_EQ(updates(again),
             (std::vector<Ints>{{s->row, 0, s->block_table.blocks[0]}, drafts_alone}));
   EXPECT_EQ(ints(again.token_ids()), ints(PlanView(words).token_ids()));
-  commit_tokens({41, 51, 52, 53, 54});  // none is right
-  EXPECT_TRUE(updates(PlanView(build())).empty());
+  commit_tokens({41, 51, 52, 53, 54});  // none is right, and their block is given back
+  EXPECT_EQ(s->block_table.blocks.size(), 1u);
+  const PlanView next(build());
+  EXPECT_EQ(updates(next), (std::vector<Ints>{{s->row, 1, s->block_table.blocks[1]}}));
 }
 
 TEST_F(StepBuilderTest, CountsOfDraftsThatDoNotFitAreRefused) {
