@@ -332,7 +332,12 @@ class Worker:
         """What the device will hold beside what the largest step shows."""
         sizes = [] if self._config.enforce_eager else graph_sizes(self._config.max_num_seqs)
         inputs = [4 * self._input_sizes(size, size, size).num_words() for size in sizes]
-        return unmeasured_bytes(self._model_config.num_layers, inputs)
+        # What comes with the first grammar, a mask for each logit, drafts' too, and with the first
+        # mean: sums of 64 bits.
+        model, config = self._model_config, self._config
+        masks = 4 * config.max_num_logits * -(-model.vocab_size // 32)
+        sums = 8 * config.max_num_seqs * (model.hidden_size + 1)
+        return unmeasured_bytes(model.num_layers, inputs) + masks + sums
 
     def _run_largest_step(self) -> None:
         """One step that takes as much of the device as any; what it leaves behind is dropped."""

@@ -112,27 +112,38 @@ def test_planned_steps_give_the_tokens_of_the_cpu(tiny_model: str) -> None:
         assert logprobs == pytest.approx(expected_logprobs, abs=0.05)
 
 
-def test_drafts_are_verified_as_on_the_cpu(tiny_model: str) -> None:
+def test_drafts_change_no_token_with_graphs_or_without(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with drafts replay no graph; those between them do."""
     prompts = [{"prompt_token_ids": [7, 8, 9 + i] * 5 + [7, 8]} for i in range(3)]
     params = [
-        SamplingParams(temperature=0, max_tokens=16, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=2),
         SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, repetition_penalty=0.8),
         SamplingParams(temperature=0.3, seed=1, top_p=0.9, max_tokens=16, ignore_eos=True),
     ]
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
-    found = []
+    found, replayed = [], []
+    run = DecodeGraphs.run
+    monkeypatch.setattr(
+        DecodeGraphs, "run", lambda graphs, inputs: replayed.append(inputs) or run(graphs, inputs)
+    )
     with on_host():
-        for speculative in (None, ngram):
+        for speculative, graphs in ((None, False), (ngram, False), (ngram, True)):
             with LLM(
                 tiny_model, num_threads=1, max_model_len=128, dtype="bfloat16",
                 speculative_config=speculative,
             ) as llm:  # fmt: skip
-                with_plans(llm)
+                worker = with_plans(llm)
+                if graphs:
+                    with_graphs(worker, monkeypatch)
                 outputs = llm.generate(prompts, params, use_tqdm=False)
                 found.append([output.outputs[0].token_ids for output in outputs])
                 stats = llm.engine.stats()
-    assert found[0] == found[1]
-    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+            if speculative is not None:
+                assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+            assert (len(replayed) > 1) == graphs
+    assert found[0] == found[1] == found[2]
 
 
 def with_float8_cache(llm: LLM) -> None:
@@ -241,6 +252,42 @@ def test_what_is_not_measured_grows_with_the_graphs() -> None:
     assert eager < few < many
     assert unmeasured_bytes(80, [1 << 20] * 40) - many == 40 * 48 * (256 << 10)
     assert unmeasured_bytes(32, [3 << 20] * 10) - few == 20 << 20
+
+
+def test_what_comes_with_the_first_grammar_and_the_first_mean_is_in_the_bound(
+    tiny_model: str,
+) -> None:
+    """A step with drafts has more masks than sequences."""
+    num_masks: list[int] = []
+    masks_on_device = Worker._masks_on_device
+    params = SamplingParams(
+        temperature=0, max_tokens=24, structured_outputs=StructuredOutputsParams(regex="(ab){20}")
+    )
+
+    def seen(worker: Worker, *masks: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        made = masks_on_device(worker, *masks)
+        if made[0] is not None:
+            num_masks.append(made[0].nbytes)
+        return made
+
+    with (
+        on_host(),
+        pytest.MonkeyPatch.context() as patch,
+        LLM(
+            tiny_model, num_threads=1, max_model_len=64, dtype="bfloat16", max_num_seqs=2,
+            enforce_eager=True,
+            speculative_config={"method": "ngram", "num_speculative_tokens": 5},
+        ) as llm,
+    ):  # fmt: skip
+        worker = with_plans(llm)
+        patch.setattr(Worker, "_masks_on_device", seen)
+        llm.generate(PROMPTS[:2], params, use_tqdm=False)
+        llm.embed(PROMPTS[:2], PoolingParams(pooling_type="MEAN"), use_tqdm=False)
+        pooler = worker._pooler
+        assert pooler._sums is not None and pooler._broken is not None
+        needed = max(num_masks) + pooler._sums.nbytes + pooler._broken.nbytes
+        assert max(num_masks) > 2 * min(num_masks)
+        assert needed <= worker._unmeasured_bytes() - unmeasured_bytes(NUM_LAYERS, [])
 
 
 def test_the_largest_step_attends_and_samples_at_the_largest_sizes(tiny_model: str) -> None:
