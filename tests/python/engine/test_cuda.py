@@ -49,3 +49,31 @@ def test_graphs_change_no_token(tiny_model: str) -> None:
             return [output.outputs[0].token_ids for output in outputs]
 
     assert tokens(False) == tokens(True)
+
+
+def test_drafts_are_accepted_and_their_tokens_are_the_likeliest(tiny_model: str) -> None:
+    """By the scores of the whole output: steps of other sizes may end in other last bits."""
+    prompts = [[7, 8, 9 + i] * 20 for i in range(4)]
+    with LLM(
+        tiny_model, max_model_len=256, dtype="bfloat16", device="cuda", gpu_memory_utilization=0.3,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 4},
+    ) as llm:  # fmt: skip
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
+        )
+        stats = llm.engine.stats()
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        whole = [ids + answer for ids, answer in zip(prompts, answers, strict=True)]
+        scored = llm.generate(
+            [{"prompt_token_ids": ids} for ids in whole],
+            SamplingParams(max_tokens=0, prompt_logprobs=1),
+            use_tqdm=False,
+        )
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    for ids, answer, output in zip(prompts, answers, scored, strict=True):
+        assert len(answer) == 40 and output.prompt_logprobs is not None
+        for token, entries in zip(answer, list(output.prompt_logprobs)[len(ids) :], strict=True):
+            assert entries is not None
+            best = max(entry.logprob for entry in entries.values())
+            assert entries[token].logprob >= best - 2 * TOLERANCE
