@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from checkpoints import PagedRunner, load, make_model, prompt, reference_logits, save
+from engine.delayed import DelayedDevice
 from engine.planned import with_plans
 from ops.back_ends import use
-from tiny_model import NUM_LAYERS, VOCAB_SIZE
+from tiny_model import NUM_LAYERS, VOCAB_SIZE, block_bytes
 from vllm_lite import LLM, PoolingParams, SamplingParams, StructuredOutputsParams, ops
 from vllm_lite.config import MIN_LOGITS_ROWS, EngineConfig
 from vllm_lite.model_config import load_model_config
@@ -78,9 +79,13 @@ def tokens_and_logprobs(llm: LLM, prompts: list[str]) -> list[tuple[list[int], l
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_logits_are_as_near_to_float32_as_those_of_the_cpu(family: str, tmp_path: Path) -> None:
-    reference = make_model(family)
+@pytest.mark.parametrize(
+    ("family", "config"), [("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 16})]
+)
+def test_logits_are_as_near_to_float32_as_those_of_the_cpu(
+    family: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    reference = make_model(family, **config)
     files = save(reference, tmp_path)
     ids = prompt(40)
     expected = reference_logits(reference, ids)
@@ -229,6 +234,41 @@ def test_padded_decode_steps_change_nothing(
     for (tokens, logprobs), (expected, expected_logprobs) in zip(padded, plain, strict=True):
         assert tokens == expected
         assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)
+
+
+def test_asynchronous_scheduling_with_graphs_changes_no_token(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's way: placeholders in replayed steps, in a pool so small that some are preempted."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=1, seed=7, max_tokens=20, ignore_eos=True, n=2),
+        SamplingParams(temperature=1, seed=3, max_tokens=20, stop=["e", "o", "a"]),
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, presence_penalty=0.5),
+    ] * 2
+
+    def run(async_scheduling: bool) -> tuple[list[list[list[int]]], int]:
+        with LLM(
+            tiny_model, num_threads=1, max_model_len=64, dtype="bfloat16", max_num_seqs=8,
+            kv_cache_memory=5 * block_bytes() // 2, async_scheduling=async_scheduling,
+        ) as llm:  # fmt: skip
+            worker = with_plans(llm)
+            if async_scheduling:
+                with_graphs(worker, monkeypatch)
+            outputs = llm.generate(PROMPTS[:3] * 2 + PROMPTS[:2], params, use_tqdm=False)
+            tokens = [[sample.token_ids for sample in output.outputs] for output in outputs]
+            return tokens, llm.engine.stats().num_preemptions
+
+    with on_host():
+        expected, _ = run(async_scheduling=False)
+        device = DelayedDevice(monkeypatch)
+        found, num_preemptions = run(async_scheduling=True)
+    assert found == expected
+    assert num_preemptions > 0
+    assert device.num_placeholders > device.num_launched / 2
+    assert device.in_flight_at_launch.count(1) > device.num_launched / 2
+    graphs = ReplayedEagerly.graphs
+    assert len([size for size in graphs._made.values() if size.graph is not None]) > 1
 
 
 def test_kv_memory_is_the_devices_less_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:

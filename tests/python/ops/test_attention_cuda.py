@@ -92,15 +92,18 @@ def test_block_sizes(head_size: int, block_size: int) -> None:
           block_size)  # fmt: skip
 
 
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "window, cap and alibi"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
-def test_fp8_cache(head_size: int, dtype: torch.dtype) -> None:
+def test_fp8_cache(head_size: int, dtype: torch.dtype, plain: bool) -> None:
     sequences = make_sequences([(1, 300), (50, 90), (3, 600)], 2, 4, head_size, dtype)
     k_scale, v_scale = 0.5, 3.0
     for sequence in sequences:
         sequence.key = sequence.key.to(torch.float8_e4m3fn).to(dtype)
         sequence.value = sequence.value.to(torch.float8_e4m3fn).to(dtype)
-    options = options_for(head_size)
+    slopes = torch.tensor([2.0**-i for i in range(8)])
+    general = {"sliding_window": 100, "soft_cap": 8.0, "alibi_slopes": slopes}
+    options = options_for(head_size, **({} if plain else general))
     results = run(sequences, options, 16, fp8_scales=(k_scale, v_scale))
     for sequence, result in zip(sequences, results, strict=True):
         scaled = Sequence(
