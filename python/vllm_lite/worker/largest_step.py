@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from vllm_lite.sampling_params import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS
+from vllm_lite.sampling_params import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from vllm_lite.worker.step_plan import HEADER_WORDS, NEW_ROW, PLAN_MAGIC
 
 
@@ -38,11 +38,12 @@ def largest_plan(
     first = new_rows[:1]
     first["num_bias"] = num_bias = min(MAX_LOGIT_BIAS_ENTRIES, vocab_size)
     first["num_allowed"] = vocab_size
+    first["num_stop"] = num_stop = min(MAX_STOP_TOKEN_IDS, vocab_size)
     first["num_history"] = max_model_len
     ids = np.arange(vocab_size)
     bias_values = np.zeros(num_bias)
     histories = np.zeros(max_model_len + num_seqs - 1)
-    row_lists = np.concatenate([ids[:num_bias], bias_values, ids, histories])
+    row_lists = np.concatenate([ids[:num_bias], bias_values, ids, ids[:num_stop], histories])
 
     slots = positions % block_size
     parts = [slots.astype(np.int64).tobytes()]
