@@ -11,7 +11,9 @@
 # (flashinfer-python, and what that requires). What the machine lacks is carried to it as wheels, in
 # the folder wheels/ of the repository or in $WHEELS. For one with Python 3.12:
 #
-#   pip download --only-binary=:all: --no-deps --python-version 3.12 -d wheels msgspec pyzmq
+#   pip download --only-binary=:all: --no-deps --python-version 3.12 -d wheels msgspec pyzmq llguidance
+#
+# (llguidance is for the engine's test of grammars alone, which is skipped without.)
 #
 # Wheels of packages that the interpreter has are left alone; the others are installed, each time, in
 # build/gpu_check/packages.

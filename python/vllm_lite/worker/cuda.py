@@ -125,7 +125,9 @@ class DecodeGraphs:
             # The first step of a size runs as it is: libraries set themselves up in it.
             logits = self._forward(inputs)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Other threads call the device meanwhile: the one that makes token masks waits for an
+            # event and takes pinned memory, which "global" would make the capture's failure.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 size.logits = self._forward(inputs)
             size.graph = graph
             return logits

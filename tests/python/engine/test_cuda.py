@@ -1,8 +1,10 @@
 """An engine on a GPU: what it answers is the CPU's answer, with graphs or without, alone or not."""
 
+import re
+
 import pytest
 
-from vllm_lite import LLM, SamplingParams
+from vllm_lite import LLM, SamplingParams, StructuredOutputsParams
 
 pytestmark = pytest.mark.cuda
 
@@ -49,6 +51,23 @@ def test_graphs_change_no_token(tiny_model: str) -> None:
             return [output.outputs[0].token_ids for output in outputs]
 
     assert tokens(False) == tokens(True)
+
+
+def test_masks_are_made_while_graphs_are_captured(tiny_model: str) -> None:
+    """A request ends after each few steps, so that a graph of another size is captured."""
+    pytest.importorskip("llguidance")
+    expressions = [f"(ab|[0-9]c){{{count}}}" for count in (3, 6, 9, 12)]
+    params = [
+        SamplingParams(seed=1, max_tokens=40, structured_outputs=StructuredOutputsParams(regex=x))
+        for x in expressions
+    ]
+    with LLM(
+        tiny_model, max_model_len=1024, dtype="bfloat16", device="cuda",
+        gpu_memory_utilization=0.3,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    for output, expression in zip(outputs, expressions, strict=True):
+        assert re.fullmatch(expression, output.outputs[0].text), output
 
 
 def test_drafts_are_accepted_and_their_tokens_are_the_likeliest(tiny_model: str) -> None:
