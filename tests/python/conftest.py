@@ -1,7 +1,9 @@
 """Makes the helpers in this folder importable from every test. What holds for all folders."""
 
 import signal
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """Escapes lone surrogates, which some tests log: pytest-xdist's workers cannot send them."""
+    return _escaped((yield))
+
+
+def _escaped(data: Any) -> Any:
+    if isinstance(data, str):
+        return data.encode(errors="backslashreplace").decode()
+    if isinstance(data, dict):
+        return {_escaped(key): _escaped(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return type(data)(map(_escaped, data))
+    return data
 
 
 @pytest.fixture(scope="session")

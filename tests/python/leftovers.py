@@ -5,6 +5,8 @@ import secrets
 import time
 from pathlib import Path
 
+from waiting import PATIENCE
+
 _MARK = "VLLM_LITE_TEST_MARK"
 
 
@@ -43,11 +45,13 @@ class Leftovers:
         # Torch keeps an empty directory of its own.
         return [name for name in os.listdir(self._directory) if name.startswith("vllm_lite")]
 
-    def assert_none(self, within: float = 5.0) -> None:
-        """The program has ended; so must everything of it within some seconds."""
-        deadline = time.monotonic() + within
-        while self.processes() and time.monotonic() < deadline:
+    def assert_none(self) -> None:
+        """The program has ended; so must everything of it."""
+        end = time.monotonic() + PATIENCE
+        while self._left() and time.monotonic() < end:
             time.sleep(0.02)
-        assert self.processes() == {}
-        assert self.files() == []
-        assert set(os.listdir("/dev/shm")) <= self._shared_memory
+        assert self._left() == []
+
+    def _left(self) -> list[str]:
+        shared = set(os.listdir("/dev/shm")) - self._shared_memory
+        return [*self.processes().values(), *self.files(), *shared]

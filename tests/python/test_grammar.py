@@ -177,12 +177,12 @@ def chain(length: int, link: str) -> str:
     ids=range(12),
 )
 def test_cycles_and_depth_end_in_finite_time(schema: Any) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     try:
         StructuredOutputsParams(json=schema)
     except ValueError as error:
         assert str(error).startswith("structured_outputs.json")
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
 
 
 @pytest.mark.case("SEC-10")

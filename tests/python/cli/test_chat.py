@@ -7,8 +7,7 @@ import re
 import signal
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -17,6 +16,7 @@ from server.fakes import FakeEngine, Script
 from vllm_lite.commands import chat, complete
 from vllm_lite.errors import EngineError
 from vllm_lite.server.options import ServerOptions
+from waiting import wait_until
 
 FIGURES = re.compile(r"\[(\d+) tokens, [\d.]+ tokens/s, first after [\d.]+ s(, stopped)?\]\n")
 
@@ -140,50 +140,62 @@ def test_typed_conversation_goes_on_after_an_error(
     ]  # fmt: skip
 
 
+class Screen(io.StringIO):
+    """Calls ``seen`` with all the text there is whenever some is written."""
+
+    def __init__(self, seen: Callable[[str], None]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def write(self, text: str) -> int:
+        length = super().write(text)
+        self._seen(self.getvalue())
+        return length
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_program(
     live: LiveServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live.engine.script = Script("tick ", delay=0.02, ends=False)
+    live.engine.script = Script("tick ", held_at=12, ends=False)
     questions = iter(["long", KeyboardInterrupt(), "next"])
 
     def typed(_: str) -> str:
         question = next(questions, EOFError())
         if isinstance(question, BaseException):
             raise question
-        if question == "long":
-            threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT)).start()
-        else:
+        if question == "next":
             live.engine.script = Script("done")
         return question
 
+    def interrupt(text: str) -> None:
+        if text == "tick tick ti":
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    screen = Screen(interrupt)
     monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr("builtins.input", typed)
     assert chat.main(at_server(live)) == 0
-    said = capsys.readouterr()
-    assert ", stopped]" in said.err
-    assert said.out.startswith("tick tick") and said.out.endswith("  (Ctrl-D ends)\ndone\n\n")
+    assert ", stopped]" in capsys.readouterr().err
+    out = screen.getvalue()
+    assert out.startswith("tick tick ti") and out.endswith("  (Ctrl-D ends)\ndone\n\n")
     (_, first), (_, partial), (_, second) = conversation(live)
-    assert (first, second) == ("long", "next") and partial.startswith("tick")
-    end = time.monotonic() + 5
-    while live.engine.running:  # the server has ended it, too
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    assert (first, second) == ("long", "next") and partial == "tick tick ti"
+    wait_until(lambda: live.engine.running == 0)  # the server has ended it, too
     assert len(live.engine.aborted) == 1
 
 
 def test_text_comes_as_it_is_made(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    live.engine.script = Script("0123456789", delay=0.05)
-    seen: list[tuple[float, str]] = []
+    """Each character is made when the one before it has been seen."""
+    live.engine.script = Script("0123456789", held_at=1)
 
-    class Screen(io.StringIO):
-        def write(self, text: str) -> int:
-            seen.append((time.monotonic(), text))
-            return len(text)
+    def let_go(text: str) -> None:
+        live.engine.script.held_at = len(text) + 1
 
-    monkeypatch.setattr(sys, "stdout", Screen())
+    screen = Screen(let_go)
+    monkeypatch.setattr(sys, "stdout", screen)
     assert chat.main(at_server(live, "-q", "count")) == 0
-    assert [text for _, text in seen] == [*"0123456789", "\n"]
-    assert seen[9][0] - seen[0][0] > 0.3
+    assert screen.getvalue() == "0123456789\n"
 
 
 def test_what_a_model_writes_cannot_steer_the_terminal(

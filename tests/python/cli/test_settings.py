@@ -4,7 +4,6 @@ import itertools
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from vllm_lite.settings import (
     unknown_variables,
     variable_of,
 )
+from waiting import PATIENCE
 
 PACKAGE = str(Path(vllm_lite.__file__).parents[1])
 
@@ -214,15 +214,11 @@ def serve(*arguments: str) -> subprocess.Popen[str]:
 def test_port_in_use_is_noticed_before_anything_is_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        began = time.monotonic()
         # A model that is not there would be the error if it were looked at first.
         process = serve(str(tmp_path / "no_model"), "--port", str(port))
-        _, errors = process.communicate(timeout=30)
-        seconds = time.monotonic() - began
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert f"port {port}" in errors and "no_model" not in errors
-    # Two seconds on a machine that does nothing else; starting the interpreter is most of it.
-    assert seconds < 10
 
 
 @pytest.mark.case("CFG-01")
@@ -233,7 +229,7 @@ def test_effective_configuration_is_logged_without_keys(tmp_path: Path, tiny_mod
     configuration = next(line for line in process.stderr if "configuration:" in line)
     next(line for line in process.stderr if "starting" in line)  # from here on it heeds signals
     process.terminate()
-    _, rest = process.communicate(timeout=60)
+    _, rest = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, rest
     assert "max_num_seqs=3 (file)" in configuration and "port=0 (flag)" in configuration
     assert "hunter2" not in configuration + rest

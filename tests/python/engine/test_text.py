@@ -230,18 +230,18 @@ def test_ring_carries_messages_between_threads():
 
     def write() -> None:
         for i in range(100):
-            assert writer.push(b"%d" % i, timeout_ms=20000)
+            assert writer.push(b"%d" % i, timeout_ms=60000)
         writer.close()
 
     thread = threading.Thread(target=write)
     thread.start()
     for i in range(100):
         # Without the release of the GIL the writer would never get to write.
-        message = reader.peek(timeout_ms=20000)
+        message = reader.peek(timeout_ms=60000)
         assert message is not None and message.readonly and bytes(message) == b"%d" % i
         reader.release()
     with pytest.raises(EOFError):
-        reader.peek(timeout_ms=20000)
+        reader.peek(timeout_ms=60000)
     thread.join()
     assert reader.closed
     with pytest.raises(EOFError):

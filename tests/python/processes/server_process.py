@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import httpx
 
 import vllm_lite
 from leftovers import Leftovers
+from waiting import PATIENCE, wait_until
 
 PACKAGE = str(Path(vllm_lite.__file__).parents[1])
 
@@ -50,8 +50,8 @@ class ServerProcess:
                 self._announced.set()
         self._announced.set()
 
-    def wait_ready(self, timeout: float = 60) -> "ServerProcess":
-        assert self._announced.wait(timeout), self.log()
+    def wait_ready(self) -> "ServerProcess":
+        assert self._announced.wait(PATIENCE), self.log()
         assert self.url, self.log()
         return self
 
@@ -63,7 +63,7 @@ class ServerProcess:
         return int(self.url.rpartition(":")[2])
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **options)
+        return httpx.Client(base_url=self.url, timeout=PATIENCE, trust_env=False, **options)
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
@@ -71,23 +71,21 @@ class ServerProcess:
     def kill_role(self, module: str) -> None:
         os.kill(self.left.of_role(module), signal.SIGKILL)
 
-    def wait(self, timeout: float = 15) -> int:
+    def wait(self) -> int:
         """The exit code. Nothing of the server may be left."""
-        code = self.process.wait(timeout)
+        code = self.process.wait(PATIENCE)
         self.left.assert_none()
         return code
 
-    def wait_idle(self, client: httpx.Client, timeout: float = 10) -> None:
+    def wait_idle(self, client: httpx.Client) -> None:
         """Until the engine core says that it holds no sequence and no block."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        deadline = time.monotonic() + timeout
-        while True:
+
+        def is_idle() -> bool:
             found = metrics(client)
-            values = [found[f"vllm_lite:{name}"] for name in names]
-            if values == [0, 0, 0]:
-                return
-            assert time.monotonic() < deadline, values
-            time.sleep(0.02)
+            return all(found[f"vllm_lite:{name}"] == 0 for name in names)
+
+        wait_until(is_idle)
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -12,6 +12,7 @@ from vllm_lite.server.app import create_app
 from vllm_lite.server.listener import bind
 from vllm_lite.server.options import ServerOptions
 from vllm_lite.server.run import run, serve
+from waiting import PATIENCE
 
 
 class Client:
@@ -110,7 +111,7 @@ class LiveServer:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, args=(listener, options), daemon=True)
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(PATIENCE)
 
     def _main(self, listener: Any, options: ServerOptions) -> None:
         async def main() -> None:
@@ -123,5 +124,5 @@ class LiveServer:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(10)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()

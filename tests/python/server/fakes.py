@@ -102,7 +102,7 @@ class Script:
     ends: bool = True
     stop_reason: int | str | None = None
     delay: float = 0.0  # seconds before each token
-    first_delay: float = 0.0
+    held_at: int | None = None  # token index that does not come before this is None again
     per_output: int = 1  # tokens in one delta
     cached: int = 0
     start_error: Exception | None = None
@@ -155,7 +155,6 @@ class FakeEngine:
             raise ValueError(f"request id {request_id} is in use")
         self.running += 1
         try:
-            await asyncio.sleep(script.first_delay)
             async for output in self._outputs(prompt, params, request_id):
                 yield output
         except (GeneratorExit, asyncio.CancelledError):
@@ -174,6 +173,8 @@ class FakeEngine:
         produced = 0
         while any(not sample.done for sample in samples):
             await asyncio.sleep(script.delay)
+            while script.held_at is not None and produced >= script.held_at:
+                await asyncio.sleep(0.01)
             if script.error_at is not None and produced >= script.error_at:
                 assert script.error is not None
                 raise script.error
@@ -210,6 +211,8 @@ class FakeEngine:
         self.most_running = max(self.most_running, self.running)
         try:
             await asyncio.sleep(self.script.delay)
+            while self.script.held_at is not None:
+                await asyncio.sleep(0.01)
             vector = fake_vector(prompt)[: pooling_params.dimensions]
             yield PoolingRequestOutput(request_id, PoolingOutput(vector), prompt)
         finally:

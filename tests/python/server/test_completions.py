@@ -304,7 +304,7 @@ def test_an_engine_that_gives_up_is_an_error_not_a_finish(client: Client, reason
 
 
 def test_one_failing_prompt_ends_the_others(client: Client) -> None:
-    client.engine.script = Script(first_delay=0.01, error_at=2, error=EngineError("lost"))
+    client.engine.script = Script(delay=0.01, error_at=2, error=EngineError("lost"))
     refused(client.complete(prompt=["a", "b", "c"]), 500, None, "lost")
     assert client.engine.running == 0
 

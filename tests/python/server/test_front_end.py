@@ -14,6 +14,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[3] / "bench"))
 
 from front_end import TEXTS, Stack, request_bytes
+from waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -82,36 +83,38 @@ def test_slow_and_quick_readers_get_every_token_once(tiny_model: str) -> None:
 
 @pytest.mark.case("HLT-01")
 def test_health_is_quick_while_megabytes_are_tokenised_and_streams_run(tiny_model: str) -> None:
-    """1 MB and 20 MB prompts, as text of the kind that takes the tokenizer longest to look at."""
+    """1 MB and 20 MB prompts, as text of the kind that takes the tokenizer longest to look at.
+
+    In the event loop the larger one takes 85 ms of processor time, beside it nothing takes 10.
+    """
     answers: list[int] = []
+    figures: dict[str, float] = {}
+
+    def run_streams() -> None:
+        figures.update(stack.measure("/v1/completions", streams=64, tokens=150))
 
     def post(size: int) -> None:
         body = json.dumps({"prompt": "The quick brown fox " * (size // 20), "max_tokens": 1})
         answers.append(call(stack.port, "POST", "/v1/completions", body))
 
     with Stack(tiny_model, rate=50) as stack:
-        streams = threading.Thread(
-            target=stack.measure, args=("/v1/completions", 64), kwargs={"tokens": 150}
-        )
+        streams = threading.Thread(target=run_streams)
         streams.start()
         time.sleep(1.0)
         posts = [threading.Thread(target=post, args=(size,)) for size in (1 << 20, 20 << 20)]
         for thread in posts:
             thread.start()
-        waits = []
-        while any(thread.is_alive() for thread in posts) or len(waits) < 3:
-            began = time.monotonic()
+        while any(thread.is_alive() for thread in posts):
             assert call(stack.port, "GET", "/health") == 200
-            waits.append(time.monotonic() - began)
-            time.sleep(0.02)  # a quick machine has done with both in a fifth of a second
+            time.sleep(0.02)
         streams.join()
         assert call(stack.port, "POST", "/v1/completions", b" " * (33 << 20)) == 413
     assert answers == [400, 400]  # both are longer than the model's context
-    assert sorted(waits)[int(0.99 * len(waits)) - 1] < 0.5, waits
+    assert figures["loop_cpu_max_ms"] < 50, figures
 
 
 def call(port: int, method: str, path: str, body: str | bytes | None = None) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         connection.request(method, path, body)
         return connection.getresponse().status
