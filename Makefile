@@ -42,7 +42,7 @@ install: $(STAMPS)/installed
 test: $(STAMPS)/installed $(STAMPS)/demo $(STAMPS)/dev lint $(BUILD)/.built
 	$(VENV)/bin/ctest --test-dir $(BUILD) --output-on-failure -j2
 	$(PY) bench/cpp/check_instructions.py $(BUILD)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 test-clients: $(STAMPS)/installed $(STAMPS)/demo $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python -m pytest -m slow $(PYTEST_ARGS) tests/python/clients

@@ -1,4 +1,4 @@
-"""Builds the extension with its CUDA kernels, and holds what nvcc says of every kernel.
+"""Builds the tensor ops with their CUDA kernels, and holds what nvcc says of every kernel.
 
     python tests/cuda_budget.py             build in build/cuda, compare (nvcc, no GPU)
     python tests/cuda_budget.py --update    write what was found into tests/cuda_budget.json
@@ -12,6 +12,7 @@ the kernels are only built.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -40,7 +41,9 @@ def compile_source(command: list[str]) -> int:
 
 
 def build() -> None:
-    """Builds what has changed. Raises RuntimeError with the output if that fails."""
+    """Builds what has changed; a second process waits. Raises RuntimeError with the output if that
+    fails.
+    """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     launcher = (sys.executable, str(Path(__file__)), "--compile")
     configure: list[str | Path] = [
@@ -49,13 +52,17 @@ def build() -> None:
         f"-DCMAKE_CUDA_ARCHITECTURES={';'.join(f'{arch}-real' for arch in ARCHITECTURES)}",
         "-DCMAKE_CUDA_FLAGS=-Xptxas=-v", "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON",
     ]  # fmt: skip
-    commands: tuple[list[str | Path], ...] = (configure, ["cmake", "--build", BUILD])
-    for command in commands:
-        done = subprocess.run(
-            command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0:
-            raise RuntimeError(f"{command} failed:\n{done.stdout}{done.stderr}")
+    make: list[str | Path] = ["cmake", "--build", BUILD, "--target", "_ops"]
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in (configure, make):
+            done = subprocess.run(
+                command, env={**os.environ, "PATH": path}, capture_output=True, text=True,
+                check=False,
+            )  # fmt: skip
+            if done.returncode != 0:
+                raise RuntimeError(f"{command} failed:\n{done.stdout}{done.stderr}")
 
 
 def logs() -> list[str]:

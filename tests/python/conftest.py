@@ -1,11 +1,28 @@
 """Makes the helpers in this folder importable from every test. What holds for all folders."""
 
+import os
 import signal
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+from vllm_lite.cores import num_available_cores
+
+# torch's. Tiny models gain nothing from more, and lose much where other programs use the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+_WORKER_MEMORY = 3 << 30  # bytes; the largest that one has used are 2 GiB
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """For ``-n auto``: as many as there are cores, and memory for. Some tests take a minute, so
+    that many more gain nothing.
+    """
+    room = psutil.virtual_memory().available // _WORKER_MEMORY
+    return max(1, min(num_available_cores(), room, 16))
 
 
 def pytest_configure() -> None:
