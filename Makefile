@@ -19,6 +19,10 @@ NODE_CLIENTS := tests/python/clients/node
 # What the installed extension is built from.
 NATIVE := $(shell find csrc cmake CMakeLists.txt pyproject.toml -type f)
 
+# Where there is ccache, what two build folders compile in the same way is compiled once.
+export CMAKE_CXX_COMPILER_LAUNCHER = $(shell command -v ccache)
+export CXX
+
 # What a wheel for GPUs is compiled for. A GPU newer than all of them translates the last one's PTX.
 CUDA_ARCHITECTURES := 80-real;86-real;89-real;90a-real;100-real;120
 
@@ -39,7 +43,7 @@ serve: $(STAMPS)/installed $(STAMPS)/demo
 
 install: $(STAMPS)/installed
 
-test: $(STAMPS)/installed $(STAMPS)/demo $(STAMPS)/dev lint $(BUILD)/.built
+test: system-tools $(STAMPS)/installed $(STAMPS)/demo $(STAMPS)/dev lint $(BUILD)/.built
 	$(VENV)/bin/ctest --test-dir $(BUILD) --output-on-failure -j2
 	$(PY) bench/cpp/check_instructions.py $(BUILD)
 	$(PY) -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
@@ -105,11 +109,12 @@ $(CLIENTS)/.installed: requirements/clients.txt $(NODE_CLIENTS)/package-lock.jso
 	@touch $@
 
 $(STAMPS)/installed: $(STAMPS)/packages $(NATIVE)
-	@command -v $${CXX:-g++} >/dev/null || { echo "No C++ compiler: apt-get install g++"; exit 1; }
+	@command -v $(CXX) >/dev/null || { echo "No C++ compiler: apt-get install g++"; exit 1; }
 	@$(PY) -c 'import os, sysconfig as s, sys; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' || \
 	  { echo "Python's headers are missing: apt-get install python3-dev"; exit 1; }
 	@echo "== building and installing vllm_lite"
-	@$(PIP) install -q --no-build-isolation --no-deps -e .
+	@$(PIP) install -q --no-build-isolation --no-deps -e . \
+	  $(if $(filter test,$(MAKECMDGOALS)),-C cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON)
 	@touch $@
 
 system-tools:

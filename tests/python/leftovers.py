@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,12 +14,12 @@ _MARK = "VLLM_LITE_TEST_MARK"
 class Leftovers:
     """Run a program with ``environment``; its children inherit the mark in it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self) -> None:
         self._value = secrets.token_hex(16)
-        self._directory = directory / "tmp"
-        self._directory.mkdir(parents=True)
+        # Not pytest's: of a long path the engine makes no use, as it has sockets there.
+        self._directory = tempfile.TemporaryDirectory(prefix="left-", ignore_cleanup_errors=True)
         self._shared_memory = set(os.listdir("/dev/shm"))
-        self.environment = {**os.environ, _MARK: self._value, "TMPDIR": str(self._directory)}
+        self.environment = {**os.environ, _MARK: self._value, "TMPDIR": self._directory.name}
 
     def processes(self, but: int | None = None) -> dict[int, str]:
         """Process id to command line of those that live and carry the mark."""
@@ -43,7 +44,7 @@ class Leftovers:
 
     def files(self) -> list[str]:
         # Torch keeps an empty directory of its own.
-        return [name for name in os.listdir(self._directory) if name.startswith("vllm_lite")]
+        return [name for name in os.listdir(self._directory.name) if name.startswith("vllm_lite")]
 
     def assert_none(self) -> None:
         """The program has ended; so must everything of it."""

@@ -56,7 +56,7 @@ ENDS = {
 def run_script(
     text: str, model: str, left: Leftovers, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    script = Path(left.environment["TMPDIR"]).parent / "script.py"
+    script = Path(left.environment["TMPDIR"]) / "script.py"
     script.write_text(f"MODEL = {model!r}\n" + textwrap.dedent(text))
     environment = {**left.environment, "PYTHONPATH": PACKAGE}
     return subprocess.run(
@@ -81,11 +81,9 @@ NAMES = {USE_LLM: "LLM", USE_PROCESSES: "Engine in processes", USE_ASYNC: "Async
 
 @pytest.mark.case("SHD-03")
 @pytest.mark.parametrize(("use", "end"), CASES, ids=[f"{NAMES[u]}, {e}" for u, e in CASES])
-def test_script_without_main_guard_leaves_nothing(
-    tiny_model: str, tmp_path: Path, use: str, end: str
-) -> None:
+def test_script_without_main_guard_leaves_nothing(tiny_model: str, use: str, end: str) -> None:
     """Children are not started by importing the script again, and end with it."""
-    left = Leftovers(tmp_path)
+    left = Leftovers()
     last_line, code = ENDS[end]
     done = run_script(f"print('begun')\n{use}\n{last_line}\n", tiny_model, left)
     assert done.returncode == code, done.stderr
@@ -97,7 +95,7 @@ def test_script_without_main_guard_leaves_nothing(
 
 def test_children_find_the_package_as_their_parent_did(tiny_model: str, tmp_path: Path) -> None:
     """By a path that the program set itself, from a directory full of files with others' names."""
-    left = Leftovers(tmp_path)
+    left = Leftovers()
     trap = tmp_path / "trap"
     trap.mkdir()
     for name in ("json.py", "msgspec.py", "torch.py", "vllm_lite.py"):
@@ -121,10 +119,8 @@ def test_children_find_the_package_as_their_parent_did(tiny_model: str, tmp_path
     left.assert_none()
 
 
-def test_fork_before_use_works_and_a_fork_leaves_its_parents_engine_alone(
-    tiny_model: str, tmp_path: Path
-) -> None:
-    left = Leftovers(tmp_path)
+def test_fork_before_use_works_and_a_fork_leaves_its_parents_engine_alone(tiny_model: str) -> None:
+    left = Leftovers()
     text = """
     import os, sys
     from vllm_lite import LLM, Engine, SamplingParams
@@ -156,8 +152,8 @@ def test_fork_before_use_works_and_a_fork_leaves_its_parents_engine_alone(
     left.assert_none()
 
 
-def test_use_in_a_fork_raises_where_it_would_hang(tiny_model: str, tmp_path: Path) -> None:
-    left = Leftovers(tmp_path)
+def test_use_in_a_fork_raises_where_it_would_hang(tiny_model: str) -> None:
+    left = Leftovers()
     text = """
     import os
     from vllm_lite import LLM, SamplingParams
@@ -189,8 +185,8 @@ def test_use_in_a_fork_raises_where_it_would_hang(tiny_model: str, tmp_path: Pat
     left.assert_none()
 
 
-def test_ctrl_c_ends_a_script_and_its_children_quietly(tiny_model: str, tmp_path: Path) -> None:
-    left = Leftovers(tmp_path)
+def test_ctrl_c_ends_a_script_and_its_children_quietly(tiny_model: str) -> None:
+    left = Leftovers()
     text = f"""
     import os, signal, threading
     exec({USE_PROCESSES!r})

@@ -25,7 +25,7 @@ class ServerProcess:
     """``vllm-lite serve`` with ``--port 0`` and the given arguments."""
 
     def __init__(self, directory: Path, *arguments: str, port: int = 0) -> None:
-        self.left = Leftovers(directory)
+        self.left = Leftovers()
         self.errors = directory / "stderr"
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(

@@ -99,30 +99,38 @@ def test_grace_time_ends_streams_with_an_error(start: Start) -> None:
     assert "Traceback" not in server.log()
 
 
-def wait_children(server: ServerProcess) -> None:
-    """Until there are the parent and its three children, which take a second to start."""
+def hold_start(server: ServerProcess) -> int:
+    """Waits for the parent's three children. The worker, whose process id this is, is stopped at
+    once, so that the start goes no further.
+    """
 
-    def are_there() -> bool:
+    def has_worker() -> bool:
         assert server.process.poll() is None, server.log()
-        return len(server.left.processes()) == 4
+        return any("-m vllm_lite.worker " in line for line in server.left.processes().values())
 
-    wait_until(are_there)
+    wait_until(has_worker)
+    worker = server.left.of_role("vllm_lite.worker")
+    os.kill(worker, signal.SIGSTOP)
+    wait_until(lambda: len(server.left.processes()) == 4)
+    return worker
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_while_starting_ends_everything_quickly(start: Start, number: int) -> None:
     server = start()
-    wait_children(server)
+    worker = hold_start(server)
     server.signal(number)
+    os.kill(worker, signal.SIGCONT)
     assert server.wait() == 0, server.log()
     assert server.url == "" and "Traceback" not in server.log()
 
 
 def test_kill_of_the_parent_while_starting_leaves_nothing(start: Start) -> None:
     server = start()
-    wait_children(server)
+    worker = hold_start(server)
     assert server.left.files() != []
     server.process.kill()
+    os.kill(worker, signal.SIGCONT)
     assert server.wait() == -signal.SIGKILL
 
 
@@ -141,7 +149,7 @@ def test_kill_of_the_parent_while_starting_leaves_nothing(start: Start) -> None:
     ],
     ids=["no stdin", "no stdout", "no stderr", "none", "unread stdout", "unread stderr"],
 )
-def test_standard_streams_may_be_missing(tiny_model: str, tmp_path: Path, before: str) -> None:
+def test_standard_streams_may_be_missing(tiny_model: str, before: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -151,7 +159,7 @@ def test_standard_streams_may_be_missing(tiny_model: str, tmp_path: Path, before
         f"os.execv(sys.executable, [sys.executable, '-m', 'vllm_lite.cli', 'serve', {tiny_model!r},"
         f" '--port', '{port}', '--threads', '1', '--max-model-len', '30000'])"
     )
-    left = Leftovers(tmp_path)
+    left = Leftovers()
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         env={**left.environment, "PYTHONPATH": PACKAGE},
