@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import cuda_budget
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
-pytestmark = pytest.mark.timeout(1800)  # the build
+pytestmark = pytest.mark.timeout(3600)  # the build
 
 # Makes vllm_lite import the extension module of the build instead of the installed one.
 PREFER_BUILD = """

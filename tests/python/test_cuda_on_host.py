@@ -85,7 +85,7 @@ MUTANTS = {
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
-    pytest.mark.timeout(900),  # the first test compiles all three builds
+    pytest.mark.timeout(1800),  # the first test compiles all three builds
 ]
 
 
