@@ -6,7 +6,6 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from vllm_lite.cores import num_available_cores
@@ -21,6 +20,8 @@ def pytest_xdist_auto_num_workers() -> int:
     """For ``-n auto``: as many as there are cores, and memory for. Some tests take a minute, so
     that many more gain nothing.
     """
+    import psutil
+
     room = psutil.virtual_memory().available // _WORKER_MEMORY
     return max(1, min(num_available_cores(), room, 16))
 

@@ -3,6 +3,7 @@
 import asyncio
 import codecs
 import math
+import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,11 +37,15 @@ class FakeTokenizer:
         self.chat_template: str | dict[str, str] | None = None
         self.opening = "assistant:"  # of the assistant's turn
         self.chats: list[dict[str, Any]] = []
-        self.work = 0  # encode() keeps the interpreter busy for this many rounds
+        self.may_end = threading.Event()  # encode() keeps the interpreter busy until it is set
+        self.may_end.set()
+        self.is_encoding = False
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        for _ in range(self.work):
+        self.is_encoding = True
+        while not self.may_end.is_set():
             pass
+        self.is_encoding = False
         return list(text.encode())
 
     def encode_chat(

@@ -136,8 +136,9 @@ def test_tokens_leave_as_they_come(live: LiveServer) -> None:
 
 
 @pytest.mark.case("HLT-01")
-def test_health_is_quick_while_a_big_prompt_is_tokenised(live: LiveServer) -> None:
-    live.engine.tokenizer.work = 15_000_000  # pure Python, holding the interpreter
+def test_health_is_answered_while_a_big_prompt_is_tokenised(live: LiveServer) -> None:
+    tokenizer = live.engine.tokenizer
+    tokenizer.may_end.clear()
     live.engine.script.delay = 0.01
     body = json.dumps({"prompt": "a" * 20_000_000}).encode()
     status: list[int] = []
@@ -149,17 +150,15 @@ def test_health_is_quick_while_a_big_prompt_is_tokenised(live: LiveServer) -> No
         for _ in range(16)
     ]
     sender.start()
-    start = time.monotonic()
-    slowest, calls = 0.0, 0
-    while sender.is_alive():
-        began = time.monotonic()
-        assert call(live.port, "GET", "/health")[0] == 200
-        slowest = max(slowest, time.monotonic() - began)
-        calls += 1
-        time.sleep(0.02)
+    try:
+        wait_until(lambda: tokenizer.is_encoding)
+        for _ in range(10):
+            assert call(live.port, "GET", "/health")[0] == 200
+        assert tokenizer.is_encoding
+    finally:
+        tokenizer.may_end.set()
+        sender.join()
     assert status == [400]  # longer than the model's context
-    assert calls >= 3
-    assert slowest < (time.monotonic() - start) / 2, "the event loop waited for the tokenizer"
     for stream in streams:
         stream.close()
 
