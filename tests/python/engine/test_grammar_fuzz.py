@@ -138,6 +138,7 @@ class Step:
     rows: list[int]
     tokens: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
+    num_drafts = 0
 
     @property
     def num_logits(self) -> int:
