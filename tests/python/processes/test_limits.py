@@ -121,7 +121,8 @@ def test_a_failure_in_the_middle_of_a_stream_is_told_and_is_the_requests_own(
     assert done == "[DONE]"
     text = "".join(chunk["choices"][0]["text"] for chunk in (first, *rest))
     assert text == post(http, prompt="The quick", max_tokens=200).json()["choices"][0]["text"]
-    with server.client() as leaving, stream(leaving, max_tokens=240) as left:
+    # Of as many samples as do not fit at once, so that it leaves long before all is there.
+    with server.client() as leaving, stream(leaving, max_tokens=240, n=8) as left:
         next(left)
     server.wait_idle(http)
     after = ended(http)
