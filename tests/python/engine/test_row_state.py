@@ -49,15 +49,15 @@ def test_row_lists_are_found_and_must_add_up() -> None:
     words = np.frombuffer(largest_plan(64, 3, 32, 16, 100), dtype=np.int32)
     plan = StepPlan(words.tobytes())
     first, *others = plan.row_lists()
-    # Bias ids and values of 100 ids, all of them allowed, 32 tokens of history.
+    # Bias ids and values of 100 ids, all of them allowed, and all stop ids; 32 tokens of history.
     assert (first.ids, first.prompt, first.output) == (
-        slice(0, 300), slice(300, 300), slice(300, 332),
+        slice(0, 400), slice(400, 400), slice(400, 432),
     )  # fmt: skip
-    assert [(one.row, one.output) for one in others] == [(1, slice(332, 333)), (2, slice(333, 334))]
+    assert [(one.row, one.output) for one in others] == [(1, slice(432, 433)), (2, slice(433, 434))]
     new_rows = plan.split_changes(plan.changes).new_rows.numpy().view(NEW_ROW)[:, 0]
     new_rows["num_prompt_tokens"] = 20
     prompts = [(one.prompt, one.output) for one in plan.row_lists()]
-    assert prompts[0] == (slice(300, 320), slice(320, 332))
+    assert prompts[0] == (slice(400, 420), slice(420, 432))
     new_rows["num_history"] += 1
     with pytest.raises(ValueError, match="wrong length"):
         list(plan.row_lists())
