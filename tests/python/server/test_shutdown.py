@@ -63,6 +63,8 @@ class Process:
                 self.connect().close()
             except ConnectionRefusedError:
                 return True
+            except ConnectionResetError:
+                pass  # it was in the queue as the port was closed
             return False
 
         wait_until(is_closed)
