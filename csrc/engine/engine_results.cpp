@@ -144,6 +144,9 @@ void EngineCore::absorb_drafts(const ScheduledSequence& part, const StepResultVi
 // right. So text that does not repeat itself costs little more than without drafts.
 void EngineCore::propose_drafts(const Step& step) {
   const int32_t most = scheduler_.config().num_speculative_tokens;
+  // In as full a step none would have room.
+  const int32_t max_num_logits = scheduler_.config().max_num_logits;
+  if (max_num_logits > 0 && step.num_samples >= max_num_logits) return;
   for (const ScheduledSequence& part : step.sequences) {
     Stream& s = static_cast<Stream&>(*part.sequence);
     if (!part.samples || s.group != nullptr || s.state == SequenceState::kFinished) continue;
