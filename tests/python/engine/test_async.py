@@ -229,13 +229,31 @@ def test_bad_requests_raise_before_any_output(engine: AsyncLLMEngine) -> None:
 
 def test_full_queue_raises_and_the_others_finish(engine: AsyncLLMEngine) -> None:
     async def main() -> None:
-        requests = [collect(engine.generate("The", greedy(n=4))) for _ in range(20)]
+        # 16 sequences run until they are ended, 24 may wait: 6 requests of 4, 14 are refused.
+        running = [
+            asyncio.create_task(
+                collect(engine.generate("The", greedy(max_tokens=None, n=4), f"long{i}"))
+            )
+            for i in range(4)
+        ]
+        async with asyncio.timeout(PATIENCE):
+            while engine.stats().num_running < 16:
+                await asyncio.sleep(0.01)
+        requests = [
+            asyncio.create_task(collect(engine.generate("The", greedy(n=4)))) for _ in range(20)
+        ]
+        async with asyncio.timeout(PATIENCE):
+            while sum(request.done() for request in requests) < 14:
+                await asyncio.sleep(0.01)
+        for i in range(4):
+            await engine.abort(f"long{i}")
         results = await asyncio.gather(*requests, return_exceptions=True)
         refused = [r for r in results if isinstance(r, BaseException)]
-        assert refused and all(type(r) is QueueFullError for r in refused)
+        assert len(refused) == 14 and all(type(r) is QueueFullError for r in refused)
         assert "waiting queue is full (24 sequences)" in str(refused[0])
         finished = [r for r in results if not isinstance(r, BaseException)]
-        assert len(finished) >= 4 and all(r[-1].finished for r in finished)
+        assert len(finished) == 6 and all(r[-1].finished for r in finished)
+        await asyncio.gather(*running)
         await wait_idle(engine)
 
     asyncio.run(main())
