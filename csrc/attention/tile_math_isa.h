@@ -11,7 +11,7 @@
 #include "attention/attention_work.h"
 #include "core/kv_layout_cpu.h"
 #include "core/simd.h"
-#include "core/simd_int8.h"
+#include "core/simd_int.h"
 
 namespace vllm_lite::VL_ISA {
 namespace {
@@ -159,16 +159,7 @@ struct Keys<int8_t> {
     return (IntLanes)((part == 0 ? halves << 8 : halves) >> 8);
   }
   VL_SIMD Sum multiply_add(Query query, Part keys, Sum sum) {
-#if defined(VL_ISA_avx512_bf16)
-    return (IntLanes)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)keys, _mm512_set1_epi32(query));
-#elif defined(VL_ISA_avx512)
-    return sum +
-           (IntLanes)_mm512_maskz_madd_epi16(kAllLanes, (__m512i)keys, _mm512_set1_epi32(query));
-#elif defined(VL_ISA_avx2)
-    return sum + (IntLanes)_mm256_madd_epi16((__m256i)keys, _mm256_set1_epi32(query));
-#else
-    return sum + (keys << 16 >> 16) * static_cast<int16_t>(query) + (keys >> 16) * (query >> 16);
-#endif
+    return multiply_add_pairs(keys, query, sum);
   }
   VL_SIMD FloatVec products(Sum sum, const int8_t* behind) {
     return mul(from_int(sum), scales_behind(behind));

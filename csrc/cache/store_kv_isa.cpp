@@ -2,7 +2,7 @@
 #include "core/kv_layout_cpu.h"
 #include "core/parallel_for.h"
 #include "core/simd.h"
-#include "core/simd_int8.h"
+#include "core/simd_int.h"
 
 namespace vllm_lite::VL_ISA {
 namespace {

@@ -2,14 +2,16 @@
 //
 // A weight is packed once, at load, into panels of kPanelRows of its rows (output features): the
 // layout that every instruction set reads, one stream of memory per panel (linear_layout.h). Of
-// quantised formats the panels hold the file's own numbers, and take its size: they are widened in
-// registers. Activations are never quantised.
+// quantised formats the panels hold the file's own numbers, and take its size.
 //
-// A value of `out` is one float32 sum over the columns in their order, of blocks of 32 columns
-// (Q6_K: 16) where the format has a scale for each, the bias last. That order depends on the
-// weight's format, the input's dtype and the instruction set alone: not on how many rows `input`
-// has, nor on threads. NaN and infinity go through; products of bfloat16 inputs on AVX-512-BF16 and
-// AMX take subnormal numbers for zeros, as those instructions do.
+// A value of `out` is a float32 sum over the columns in their order, the bias last. Of dense
+// weights every product is added to it in turn. Quantised weights are multiplied as integers: each
+// token's input is rounded to 16 bits and a scale for every 32 columns, which costs 2^-16 of the
+// largest of them (bfloat16 itself keeps 2^-9 of each); the sum of 32 columns (Q6_K: 16) is then
+// exact, and added with the scales. That order depends on the weight's format, the input's dtype
+// and the instruction set alone: not on how many rows `input` has, nor on threads. An input that is
+// not finite makes its token's outputs NaN or infinite; products of bfloat16 weights and inputs on
+// AVX-512-BF16 and AMX take subnormal numbers for zeros, as those instructions do.
 #pragma once
 
 #include <cstdint>

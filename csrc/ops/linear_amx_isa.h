@@ -59,7 +59,7 @@ void multiply_16_tokens(const Pass& pass, int64_t token) {
   _tile_loadd(1, sums + kLanes, kSumsStride);
   _tile_loadd(2, sums + 2 * kLanes, kSumsStride);
   _tile_loadd(3, sums + 3 * kLanes, kSumsStride);
-  const Element* input = pass.input + token * kBlockColumns;
+  const auto* input = static_cast<const BFloat16*>(pass.input) + token * kBlockColumns;
   for (int64_t b = 0; b < pass.num_blocks; ++b, input += pass.input_tokens * kBlockColumns) {
     const int64_t at = DenseBFloat16::kLayout.block_offset(pass.first_block + b);
     _tile_loadd(4, input, kTileRowBytes);
@@ -87,7 +87,7 @@ void multiply_32_tokens(const Pass& pass, int64_t token, int panel) {
   _tile_loadd(1, sums + kLanes, kSumsStride);
   _tile_loadd(2, later_sums, kSumsStride);
   _tile_loadd(3, later_sums + kLanes, kSumsStride);
-  const Element* input = pass.input + token * kBlockColumns;
+  const auto* input = static_cast<const BFloat16*>(pass.input) + token * kBlockColumns;
   for (int64_t b = 0; b < pass.num_blocks; ++b, input += pass.input_tokens * kBlockColumns) {
     const int64_t at = DenseBFloat16::kLayout.block_offset(pass.first_block + b);
     _tile_loadd(4, input, kTileRowBytes);
@@ -106,6 +106,7 @@ void multiply_32_tokens(const Pass& pass, int64_t token, int panel) {
 }
 
 struct TileProduct {
+  static constexpr int64_t kElementBytes = sizeof(BFloat16);
   // 32 tokens by 64 rows of sums go to memory and back in a pass: longer than with vectors.
   static constexpr int64_t kBlocks = 4 * kPassBlocks;
 

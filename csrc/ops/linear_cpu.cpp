@@ -55,12 +55,11 @@ thread_local Scratch range_scratch;
 // The one kernel of an instruction set, a format and an input's dtype.
 const LinearKernels& choose_kernels(const LinearParams& p) {
   const Isa isa = current_isa();
-  const bool is_pairs = p.dtype == DType::kBFloat16 && p.format != WeightFormat::kFloat32 &&
-                        p.format != WeightFormat::kFloat16;
-  if (isa == Isa::kAmx && is_pairs && p.format == WeightFormat::kBFloat16) {
-    return amx::kLinearKernels;
+  const bool is_bfloat16 = p.dtype == DType::kBFloat16 && p.format == WeightFormat::kBFloat16;
+  if (isa == Isa::kAmx && is_bfloat16) return amx::kLinearKernels;
+  if (isa >= Isa::kAvx512Bf16 && (is_bfloat16 || is_quantised(p.format))) {
+    return avx512_bf16::kLinearKernels;
   }
-  if (isa >= Isa::kAvx512Bf16 && is_pairs) return avx512_bf16::kLinearKernels;
   if (isa >= Isa::kAvx512) return avx512::kLinearKernels;
   return isa == Isa::kAvx2 ? avx2::kLinearKernels : portable::kLinearKernels;
 }
@@ -101,15 +100,20 @@ class Slab {
   void prepare_input() {
     const int64_t num_blocks = num_column_blocks(params_.columns);
     const int64_t prepared_tokens = kernels_.padded_tokens(num_tokens_);
-    const int64_t prepared_bytes =
-        prepared_tokens * num_blocks * kBlockColumns * kernels_.element_bytes;
-    const int64_t sums_bytes = has_minimum(params_.format) ? prepared_tokens * num_blocks * 4 : 0;
+    const bool quantised = is_quantised(params_.format);
+    const int64_t element_bytes =
+        quantised ? static_cast<int64_t>(sizeof(int16_t)) : kernels_.element_bytes;
+    const int64_t prepared_bytes = prepared_tokens * num_blocks * kBlockColumns * element_bytes;
+    const int64_t num_scales = quantised ? prepared_tokens * num_blocks : 0;
+    const int64_t num_sums = has_minimum(params_.format) ? num_scales : 0;
     uint8_t* const scratch =
-        static_cast<uint8_t*>(input_scratch.at_least(prepared_bytes + sums_bytes));
+        static_cast<uint8_t*>(input_scratch.at_least(prepared_bytes + (num_scales + num_sums) * 4));
+    auto* const scales = reinterpret_cast<float*>(scratch + prepared_bytes);
 
     LinearInput input{};
     input.prepared = scratch;
-    input.block_sums = sums_bytes ? reinterpret_cast<float*>(scratch + prepared_bytes) : nullptr;
+    input.scales = num_scales ? scales : nullptr;
+    input.block_sums = num_sums ? scales + num_scales : nullptr;
     input.input = advance(params_.input, first_ * params_.input_stride, params_.dtype);
     input.input_stride = params_.input_stride;
     input.columns = params_.columns;
@@ -120,6 +124,7 @@ class Slab {
                  [&](int64_t begin, int64_t end) { kernels_.prepare(input, begin, end); });
 
     call_.prepared = input.prepared;
+    call_.input_scales = input.scales;
     call_.block_sums = input.block_sums;
     call_.prepared_tokens = prepared_tokens;
   }

@@ -13,11 +13,7 @@ namespace {
 
 // ---- input
 
-VL_SIMD float sum_of_block(const Element* block) {
-  FloatVec sum = zero();
-  for (int i = 0; i < kBlockColumns; i += kWidth) sum = add(sum, load(block + i));
-  return reduce_add(sum);
-}
+using Element = RealArithmetic::Element;
 
 VL_SIMD void convert_block(const Element* from, Element* to) {
   __builtin_memcpy(to, from, kBlockColumns * sizeof(Element));
@@ -27,30 +23,61 @@ VL_SIMD void convert_block(const T* from, Element* to) {
   for (int i = 0; i < kBlockColumns; i += kWidth) store(to + i, load(from + i));
 }
 
-template <typename T>
-VL_SIMD void prepare_block(const T* from, int64_t count, Element* to) {
-  if (count >= kBlockColumns) return convert_block(from, to);
-  for (int i = 0; i < kBlockColumns; ++i) {
-    from_float(i < count ? to_float(from[i]) : 0.0f, to[i]);
+// Calls prepare(from, at) with every token's blocks and where they belong; what is after the last
+// column and the last token is zeros.
+template <typename T, typename Prepare>
+VL_SIMD void for_each_block(const LinearInput& p, int64_t first, int64_t last, Prepare prepare) {
+  const int64_t num_blocks = num_column_blocks(p.columns);
+  for (int64_t token = first; token < last; ++token) {
+    const T* from = static_cast<const T*>(p.input) + token * p.input_stride;
+    for (int64_t block = 0; block < num_blocks; ++block, from += kBlockColumns) {
+      const int64_t at = block * p.prepared_tokens + token;
+      const int64_t columns = token < p.num_tokens ? p.columns - block * kBlockColumns : 0;
+      if (columns >= kBlockColumns) {
+        prepare(from, at);
+        continue;
+      }
+      T padded[kBlockColumns] = {};
+      for (int i = 0; i < columns; ++i) padded[i] = from[i];
+      prepare(padded, at);
+    }
   }
 }
 
 template <typename T>
 void prepare_tokens(const LinearInput& p, int64_t first, int64_t last) {
-  const int64_t num_blocks = num_column_blocks(p.columns);
-  for (int64_t token = first; token < last; ++token) {
-    const T* from = static_cast<const T*>(p.input) + token * p.input_stride;
-    for (int64_t block = 0; block < num_blocks; ++block) {
-      const int64_t at = block * p.prepared_tokens + token;
-      Element* to = static_cast<Element*>(p.prepared) + at * kBlockColumns;
-      const int64_t columns_left = p.columns - block * kBlockColumns;
-      prepare_block(from + block * kBlockColumns, token < p.num_tokens ? columns_left : 0, to);
-      if (p.block_sums != nullptr) p.block_sums[at] = sum_of_block(to);
+  for_each_block<T>(p, first, last, [&](const T* from, int64_t at) {
+    convert_block(from, static_cast<Element*>(p.prepared) + at * kBlockColumns);
+  });
+}
+
+template <typename T>
+void quantise_tokens(const LinearInput& p, int64_t first, int64_t last) {
+  for_each_block<T>(p, first, last, [&](const T* from, int64_t at) {
+    int16_t* const to = static_cast<int16_t*>(p.prepared) + at * kBlockColumns;
+    const Quantisation quantisation = quantisation_of(from, kBlockColumns, 32767);
+    FloatVec sum = zero();
+    for (int i = 0; i < kBlockColumns; i += kWidth) {
+      const FloatVec x = load(from + i);
+      store_int(to + i, quantise(x, quantisation));
+      sum = add(sum, x);
     }
-  }
+    p.scales[at] = quantisation.scale;
+    if (p.block_sums != nullptr) p.block_sums[at] = reduce_add(sum);
+  });
 }
 
 void prepare(const LinearInput& p, int64_t first, int64_t last) {
+  if (p.scales != nullptr) {
+    switch (p.dtype) {
+      case DType::kFloat32:
+        return quantise_tokens<float>(p, first, last);
+      case DType::kBFloat16:
+        return quantise_tokens<BFloat16>(p, first, last);
+      case DType::kFloat16:
+        return quantise_tokens<Float16>(p, first, last);
+    }
+  }
 #if !defined(VL_ISA_avx512_bf16)
   if (p.dtype == DType::kFloat32) return prepare_tokens<float>(p, first, last);
   if (p.dtype == DType::kFloat16) return prepare_tokens<Float16>(p, first, last);
@@ -122,7 +149,9 @@ void multiply_group(const LinearCall& call, const LinearRange& range, int64_t pa
       pass.next[p] = is_last ? pass.panels[p] + kGroupPanels * stride + layout.super_offset(0)
                              : pass.panels[p] + layout.super_offset(block + pass_blocks);
     }
-    pass.input = static_cast<const Element*>(call.prepared) + at * kBlockColumns;
+    pass.input =
+        static_cast<const uint8_t*>(call.prepared) + at * kBlockColumns * Product::kElementBytes;
+    pass.input_scales = call.input_scales ? call.input_scales + at : nullptr;
     pass.block_sums = call.block_sums ? call.block_sums + at : nullptr;
     pass.first_block = block;
     pass.num_blocks = is_last ? blocks_left : pass_blocks;

@@ -15,13 +15,15 @@ constexpr int64_t kGroupPanels = 4;
 constexpr int64_t kGroupRows = kGroupPanels * kPanelRows;
 // Blocks of columns after which the sums go back to memory, while the panels' part is in L1.
 constexpr int64_t kPassBlocks = 8;
-// A block of a panel, widened to float32, with two scales.
+// A block of a panel, widened to 32 bits per weight, with two scales.
 constexpr int64_t kWidenedBlockBytes = (kBlockColumns + 2) * kPanelRows * 4;
 
 // The input in the order in which the kernels read it: [block][token][32 columns], zeros after the
-// last column and the last token.
+// last column and the last token. For quantised weights a block is integers of 16 bits, the largest
+// of which is 32767, and their scale.
 struct LinearInput {
   void* prepared;     // elements of the kernel's type
+  float* scales;      // [block][token], for quantised weights; otherwise nullptr
   float* block_sums;  // [block][token], where the format has minima; otherwise nullptr
   const void* input;
   int64_t input_stride;
@@ -36,6 +38,7 @@ struct LinearCall {
   const void* packed;
   const void* bias;
   const void* prepared;
+  const float* input_scales;
   const float* block_sums;
   WeightFormat format;
   DType out_dtype;
@@ -51,7 +54,7 @@ struct LinearRange {
 };
 
 struct LinearKernels {
-  int64_t element_bytes;  // of a prepared input
+  int64_t element_bytes;  // of an input prepared for dense weights
   int64_t part_tokens;    // whole tiles: tokens that are worth reading a weight for once more
   int64_t (*padded_tokens)(int64_t num_tokens);
   // Prepares tokens [first, last) of the padded ones.
@@ -68,7 +71,7 @@ extern const LinearKernels kLinearKernels;
 namespace avx512 {
 extern const LinearKernels kLinearKernels;
 }
-// bfloat16 inputs; not of float32 and float16 weights.
+// Quantised weights, and bfloat16 ones times bfloat16 inputs.
 namespace avx512_bf16 {
 extern const LinearKernels kLinearKernels;
 }

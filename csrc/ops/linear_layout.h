@@ -5,7 +5,7 @@
 //
 //   float32            [32 columns][row]
 //   bfloat16, float16  [16 pairs][row][2]: pairs of columns, the order of vdpbf16ps and of AMX
-//   int8               [32 columns][row]; the panel begins with float32 scales [row]
+//   int8               [16 pairs][row][2]; the panel begins with float32 scales [row]
 //   Q8_0               float16 scale [row], then as int8
 //   Q4_0               float16 scale [row], nibbles
 //   Q4_1               float16 scale [row], float16 minimum [row], nibbles
@@ -14,10 +14,11 @@
 //
 // nibbles: [4][row] words of 32 bits for 8 columns each; nibble j of a word's lower half is column
 // 2j, of its upper half column 2j + 1. So a shift by 4j brings a pair into the low bits of both
-// halves. high bits: likewise, words [row] with one bit for each of 32 columns (Q5_K), or [2][row]
-// with two for each of 16 (Q6_K). The K formats' eight blocks of 256 columns are preceded by the
-// float16 factors that their scales and minima have in common: d [row], and dmin [row] unless Q6_K.
-// The sizes are the file's but for Q4_K (+2.8 %) and Q5_K (+2.3 %), whose scales take 8 bits.
+// halves. Q4_0's have their highest bit turned, which makes them integers from -8 on. high bits:
+// likewise, words [row] with one bit for each of 32 columns (Q5_K), or [2][row] with two for each
+// of 16 (Q6_K). The K formats' eight blocks of 256 columns are preceded by the float16 factors that
+// their scales and minima have in common: d [row], and dmin [row] unless Q6_K. The sizes are the
+// file's but for Q4_K (+2.8 %) and Q5_K (+2.3 %), whose scales take 8 bits.
 #pragma once
 
 #include <cstdint>
@@ -75,6 +76,12 @@ VL_LAYOUT PanelLayout panel_layout(WeightFormat format) {
       return {0, 8, kHalves, 2 * kLanes, kBlockColumns / 4 * kLanes + kNibbleBytes};
   }
   return {};
+}
+
+// Whether the weight is integers, which are multiplied as such.
+VL_LAYOUT bool is_quantised(WeightFormat format) {
+  return format != WeightFormat::kFloat32 && format != WeightFormat::kBFloat16 &&
+         format != WeightFormat::kFloat16;
 }
 
 // Whether out has a part that is the block's sum of the input times a minimum.

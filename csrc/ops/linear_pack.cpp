@@ -139,7 +139,7 @@ void pack_small_block(WeightFormat format, const Lane& to, int64_t b, const uint
   const int64_t at = layout.block_offset(b);
   to.put(at, 0, half_at(from));
   if (format == WeightFormat::kQ8_0) {
-    pack_columns<int8_t>(to, at + layout.block_scales, from + 2, kBlockColumns, kBlockColumns);
+    pack_columns<uint16_t>(to, at + layout.block_scales, from + 2, kBlockColumns, kBlockColumns);
     return;
   }
   uint8_t numbers[kBlockColumns];
@@ -148,6 +148,7 @@ void pack_small_block(WeightFormat format, const Lane& to, int64_t b, const uint
     split_nibbles(from + 4, numbers);
   } else {
     split_nibbles(from + 2, numbers);
+    for (uint8_t& number : numbers) number ^= 8;
   }
   pack_numbers(to, at + layout.block_scales, numbers, 0);
 }
@@ -223,7 +224,7 @@ void pack_row(WeightFormat format, const Lane& to, const uint8_t* from, int64_t 
       return pack_columns<uint32_t>(to, 0, from, columns * 2, padded * 2);
     case WeightFormat::kInt8:
       to.put(0, 0, *scale);
-      return pack_columns<int8_t>(to, panel_layout(format).panel_header, from, columns, padded);
+      return pack_columns<uint16_t>(to, panel_layout(format).panel_header, from, columns, padded);
     default:
       break;
   }

@@ -9,14 +9,15 @@ namespace {
 
 // Some blocks of columns of one group of panels, times all tokens of a range.
 struct Pass {
-  float* sums;              // [tokens][kGroupRows], added to
-  const Element* input;     // [block][tokens][kBlockColumns]
-  const float* block_sums;  // [block][tokens], where the format has minima
-  int64_t input_tokens;     // tokens between blocks
+  float* sums;                // [tokens][kGroupRows], added to
+  const void* input;          // [block][tokens][kBlockColumns] of the format's Element
+  const float* input_scales;  // [block][tokens], for quantised weights
+  const float* block_sums;    // [block][tokens], where the format has minima
+  int64_t input_tokens;       // tokens between blocks
   const uint8_t* panels[kGroupPanels];
   const uint8_t* next[kGroupPanels];  // where the next pass, or the next group's first, begins
   int64_t num_panels;                 // of the group; `panels` after them are the last one again
-  int64_t first_block, num_blocks;  // in the panels; `input` and `block_sums` begin with the first
+  int64_t first_block, num_blocks;    // in the panels; what is of the input begins with the first
   int64_t num_tokens;
 };
 

@@ -48,102 +48,140 @@ VL_SIMD Fetch fetch_of_tiles(int64_t tile, int64_t num_tiles, int tokens_of_tile
   return {tile * kLines / num_tiles * kLineBytes, (tile + 1) * kLines / num_tiles * kLineBytes};
 }
 
+// Where a tile's vectors of rows are: fewer than a panel's are all of one panel.
+template <typename Format, int kVecs>
+struct TileRows {
+  const uint8_t* panels[kVecs];
+  int first_part;
+  Place places[kVecs];  // of a block
+
+  VL_SIMD int part(const TileRows& rows, int v) { return rows.first_part + v % kPanelVecs; }
+};
+
+// The block's steps [first, last), added to `sums`.
+template <typename Format, int kTokens, int kVecs>
+VL_SIMD void multiply_steps(const typename Format::Element* input, int first, int last,
+                            const TileRows<Format, kVecs>& rows,
+                            typename Format::Sum (&sums)[kTokens][kVecs]) {
+  using Rows = TileRows<Format, kVecs>;
+#pragma GCC unroll 1
+  for (int base = first; base < last; base += Format::kUnroll) {
+#pragma GCC unroll 32
+    for (int i = 0; i < Format::kUnroll; ++i) {
+      const int step = base + i;
+      const auto* const x = input + step * Format::kStepColumns;
+      if constexpr (kTokens == 1) {  // no weights to keep: the registers are full of sums
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) {
+          const auto weights = Format::weights(rows.places[v], step, Rows::part(rows, v));
+          sums[0][v] = Format::multiply_add(x, weights, sums[0][v]);
+        }
+        continue;
+      }
+      typename Format::Weights weights[kVecs];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) {
+        weights[v] = Format::weights(rows.places[v], step, Rows::part(rows, v));
+      }
+#pragma GCC unroll 8
+      for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) {
+          sums[t][v] = Format::multiply_add(x + t * kBlockColumns, weights[v], sums[t][v]);
+        }
+      }
+    }
+  }
+}
+
+// A block of quantised weights: exact sums of integers, then what they stand for is added to out.
+template <typename Format, int kTokens, int kVecs>
+VL_SIMD void multiply_integers(const int16_t* input, const float* input_scales,
+                               const float* block_sums, const TileRows<Format, kVecs>& rows,
+                               float* out) {
+  using Rows = TileRows<Format, kVecs>;
+  constexpr int kParts = Format::kScales > 1 ? Format::kScales : 1;
+  constexpr int kPartSteps = Format::kSteps / kParts;
+#pragma GCC unroll 2
+  for (int i = 0; i < kParts; ++i) {
+    IntLanes products[kTokens][kVecs] = {};
+    multiply_steps<Format, kTokens, kVecs>(input, i * kPartSteps, (i + 1) * kPartSteps, rows,
+                                           products);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) {
+      FloatVec scale, minimum;
+      if constexpr (Format::kScales > 0) {
+        scale = Format::scale(rows.places[v], i, Rows::part(rows, v));
+      }
+      if constexpr (Format::kHasMinimum) {
+        minimum = Format::minimum(rows.places[v], Rows::part(rows, v));
+      }
+#pragma GCC unroll 8
+      for (int t = 0; t < kTokens; ++t) {
+        float* const to = out + t * kGroupRows + v * kWidth;
+        FloatVec sum = load(to);
+        FloatVec product = from_int(products[t][v]);
+        const FloatVec input_scale = broadcast(input_scales[t]);
+        if constexpr (Format::kScales > 0) {
+          sum = fma(mul(product, input_scale), scale, sum);
+        } else {
+          sum = fma(product, input_scale, sum);
+        }
+        if constexpr (Format::kHasMinimum) sum = fma(minimum, broadcast(block_sums[t]), sum);
+        store(to, sum);
+      }
+    }
+  }
+}
+
 template <typename Format, int kTokens, int kVecs>
 __attribute__((noinline)) void multiply_tile(const Pass& pass, int64_t token, int first_vec,
                                              Fetch fetch) {
+  using Element = typename Format::Element;
   float* const out = pass.sums + token * kGroupRows + first_vec * kWidth;
+  const Element* input = static_cast<const Element*>(pass.input) + token * kBlockColumns;
+  TileRows<Format, kVecs> rows;
+#pragma GCC unroll 8
+  for (int v = 0; v < kVecs; ++v) rows.panels[v] = pass.panels[(first_vec + v) / kPanelVecs];
+  rows.first_part = kVecs < kPanelVecs ? first_vec % kPanelVecs : 0;
   FloatVec sums[kTokens][kVecs];
+  if constexpr (!Format::kIsQuantised) {
 #pragma GCC unroll 8
-  for (int t = 0; t < kTokens; ++t) {
+    for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) sums[t][v] = load(out + t * kGroupRows + v * kWidth);
+      for (int v = 0; v < kVecs; ++v) sums[t][v] = load(out + t * kGroupRows + v * kWidth);
+    }
   }
-  const Element* input = pass.input + token * kBlockColumns;
-  const float* block_sums = Format::kHasMinimum ? pass.block_sums + token : nullptr;
-  // Fewer vectors than a panel's: all of one panel, but for the part that they begin at.
-  const uint8_t* panels[kVecs];
-#pragma GCC unroll 8
-  for (int v = 0; v < kVecs; ++v) panels[v] = pass.panels[(first_vec + v) / kPanelVecs];
-  const int first_part = kVecs < kPanelVecs ? first_vec % kPanelVecs : 0;
 
 #pragma GCC unroll 1
   for (int64_t b = 0; b < pass.num_blocks; ++b) {
-    Place places[kVecs];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) places[v] = Format::place(panels[v], pass.first_block + b);
+    for (int v = 0; v < kVecs; ++v) {
+      rows.places[v] = Format::place(rows.panels[v], pass.first_block + b);
+    }
     if constexpr (!Format::kIsWidened) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; v += kPanelVecs) {
         fetch_next<Format>(pass, (first_vec + v) / kPanelVecs, b, fetch);
       }
     }
-    const auto part = [&](int v) { return first_part + v % kPanelVecs; };
-
-    // The steps [first, last), added to `to`.
-    const auto multiply_steps = [&](int first, int last,
-                                    FloatVec(&to)[kTokens][kVecs]) __attribute__((always_inline)) {
-#pragma GCC unroll 1
-      for (int base = first; base < last; base += Format::kUnroll) {
-#pragma GCC unroll 32
-        for (int i = 0; i < Format::kUnroll; ++i) {
-          const int step = base + i;
-          const Element* const x = input + step * kStepColumns;
-          if constexpr (kTokens == 1) {  // no weights to keep: the registers are full of sums
-#pragma GCC unroll 8
-            for (int v = 0; v < kVecs; ++v) {
-              const Weights weights = Format::weights(places[v], step, part(v));
-              to[0][v] = multiply_add(x, weights, to[0][v]);
-            }
-            continue;
-          }
-          Weights weights[kVecs];
-#pragma GCC unroll 8
-          for (int v = 0; v < kVecs; ++v) weights[v] = Format::weights(places[v], step, part(v));
-#pragma GCC unroll 8
-          for (int t = 0; t < kTokens; ++t) {
-#pragma GCC unroll 8
-            for (int v = 0; v < kVecs; ++v) {
-              to[t][v] = multiply_add(x + t * kBlockColumns, weights[v], to[t][v]);
-            }
-          }
-        }
-      }
-    };
-
-    if constexpr (Format::kScales == 0) {
-      multiply_steps(0, kSteps, sums);
+    if constexpr (Format::kIsQuantised) {
+      const int64_t at = b * pass.input_tokens + token;
+      const float* const block_sums = Format::kHasMinimum ? pass.block_sums + at : nullptr;
+      multiply_integers<Format, kTokens, kVecs>(input, pass.input_scales + at, block_sums, rows,
+                                                out);
     } else {
-      constexpr int kScaleSteps = kSteps / Format::kScales;
-#pragma GCC unroll 2
-      for (int i = 0; i < Format::kScales; ++i) {
-        FloatVec products[kTokens][kVecs] = {};
-        multiply_steps(i * kScaleSteps, (i + 1) * kScaleSteps, products);
-#pragma GCC unroll 8
-        for (int v = 0; v < kVecs; ++v) {
-          const FloatVec scale = Format::scale(places[v], i, part(v));
-#pragma GCC unroll 8
-          for (int t = 0; t < kTokens; ++t) sums[t][v] = fma(scale, products[t][v], sums[t][v]);
-        }
-      }
-    }
-    if constexpr (Format::kHasMinimum) {
-#pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v) {
-        const FloatVec minimum = Format::minimum(places[v], part(v));
-#pragma GCC unroll 8
-        for (int t = 0; t < kTokens; ++t) {
-          sums[t][v] = fma(minimum, broadcast(block_sums[t]), sums[t][v]);
-        }
-      }
+      multiply_steps<Format, kTokens, kVecs>(input, 0, Format::kSteps, rows, sums);
     }
     input += pass.input_tokens * kBlockColumns;
-    if constexpr (Format::kHasMinimum) block_sums += pass.input_tokens;
   }
 
+  if constexpr (!Format::kIsQuantised) {
 #pragma GCC unroll 8
-  for (int t = 0; t < kTokens; ++t) {
+    for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) store(out + t * kGroupRows + v * kWidth, sums[t][v]);
+      for (int v = 0; v < kVecs; ++v) store(out + t * kGroupRows + v * kWidth, sums[t][v]);
+    }
   }
 }
 
@@ -186,12 +224,13 @@ void multiply_tokens(const Pass& pass) {
 // Products of a format by vectors, a pass of kBlocks blocks at a time.
 template <typename Format>
 struct VectorProduct {
+  static constexpr int64_t kElementBytes = sizeof(typename Format::Element);
   static constexpr int64_t kBlocks = kPassBlocks;
 
   static void multiply(const Pass& pass, uint8_t* widened) {
     if (pass.num_tokens <= Format::kDirectTokens) return multiply_tokens<Format>(pass);
     if constexpr (Format::kDirectTokens < kRangeTokens) {
-      using Wide = WidenedOf<Format>;
+      using Wide = Widened<Format>;
       static_assert(Wide::kBlockBytes <= kWidenedBlockBytes);
       Pass wide = pass;
       wide.first_block = 0;

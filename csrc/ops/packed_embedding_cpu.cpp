@@ -41,6 +41,9 @@ float element_of(WeightFormat format, const Lane& row, int64_t b, int c) {
   const auto nibble = [&](int64_t offset) {
     return row.get_bits(offset, pair / 4, pair % 4 * 4 + half, 15);
   };
+  const auto byte = [&](int64_t offset) {
+    return static_cast<int8_t>(row.get<uint16_t>(offset, pair) >> c % 2 * 8);
+  };
   switch (format) {
     case WeightFormat::kFloat32:
       return row.get<float>(at, c);
@@ -53,11 +56,11 @@ float element_of(WeightFormat format, const Lane& row, int64_t b, int c) {
       return to_float(value);
     }
     case WeightFormat::kInt8:
-      return row.get<float>(0, 0) * static_cast<float>(row.get<int8_t>(at, c));
+      return row.get<float>(0, 0) * static_cast<float>(byte(at));
     case WeightFormat::kQ8_0:
-      return row.get_half(at, 0) * static_cast<float>(row.get<int8_t>(quants, c));
+      return row.get_half(at, 0) * static_cast<float>(byte(quants));
     case WeightFormat::kQ4_0:
-      return row.get_half(at, 0) * (static_cast<float>(nibble(quants)) - 8);
+      return row.get_half(at, 0) * (static_cast<float>(nibble(quants) ^ 8) - 8);
     case WeightFormat::kQ4_1:
       return row.get_half(at, 0) * static_cast<float>(nibble(quants)) + row.get_half(at, 1);
     case WeightFormat::kQ4_K:

@@ -37,6 +37,19 @@ def test_a_row_has_the_same_bits_among_any_number_of_tokens(
             assert torch.equal(part, whole[first : first + count]), (count, first)
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 200])
+@pytest.mark.parametrize("format", ["int8", *BLOCK_FORMATS])
+def test_what_16_bits_hold_is_multiplied_exactly(format: str, tokens: int, linear_isa: str) -> None:
+    """Integers of which each block's largest is 32767: only the sums of blocks are rounded."""
+    weight = make_weight(generator(), format, 40, 256)
+    x = torch.randint(-32767, 32768, (tokens, 8, 32), generator=generator()).float()
+    x[:, :, 5] = 32767
+    x = x.reshape(tokens, 256)
+    out = product(weight, x)
+    terms = x.double().abs() @ weight.values.T.abs()
+    assert ((out - x.double() @ weight.values.T).abs() <= terms * 2.0**-22).all()
+
+
 @pytest.mark.parametrize("format", ["bfloat16", "Q4_1"])
 def test_threads_change_no_bit(format: str, linear_isa: str) -> None:
     weight = make_weight(generator(), format, 700, 768)

@@ -1,4 +1,5 @@
-// int8 in the vector layer, and symmetric quantisation; what simd.h says holds here.
+// Integers of 8 and 16 bits in the vector layer, and symmetric quantisation; what simd.h says holds
+// here.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +29,25 @@ VL_SIMD void store_int(int16_t* p, IntLanes a) {
   typedef int16_t Shorts __attribute__((vector_size(kWidth * 2)));
   const Shorts shorts = __builtin_convertvector(a, Shorts);
   __builtin_memcpy(p, &shorts, sizeof(shorts));
+}
+
+// sum + the products of two pairs of 16 bits: each lane's, by one that all lanes share. Exact, if
+// not all four numbers are -2^15.
+VL_SIMD IntLanes multiply_add_pairs(IntLanes pairs, int32_t pair, IntLanes sum) {
+#if defined(VL_ISA_avx512_bf16)
+  return (IntLanes)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)pairs, _mm512_set1_epi32(pair));
+#elif defined(VL_ISA_avx512) || defined(VL_ISA_avx2)
+#if defined(VL_ISA_avx512)
+  sum += (IntLanes)_mm512_maskz_madd_epi16(kAllLanes, (__m512i)pairs, _mm512_set1_epi32(pair));
+#else
+  sum += (IntLanes)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(pair));
+#endif
+  // Else GCC computes many products first, in memory, and adds them in an order of its own.
+  keep_in_register(sum);
+  return sum;
+#else
+  return sum + (pairs << 16 >> 16) * static_cast<int16_t>(pair) + (pairs >> 16) * (pair >> 16);
+#endif
 }
 
 // How a vector of floats becomes integers of -most to most, of which integer * scale is the float.
