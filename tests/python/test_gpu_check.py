@@ -260,10 +260,11 @@ def test_a_stage_cannot_take_the_time_of_those_after_it(tmp_path: Path) -> None:
     hangs.chmod(0o755)
     later = int(shares["small_kernels"])
     names = ("attention", "small_kernels")
-    done, stages = gpu_check(tmp_path, "--dry-run", *names, budget=later + 3, PYTHON=str(hangs))
+    done, stages = gpu_check(tmp_path, "--dry-run", *names, budget=later + 6, PYTHON=str(hangs))
     assert statuses(stages)["attention"] == 124
     found = re.search(r"small_kernels \(after .*; at most (\d+) s\)", done.stdout)
-    assert found is not None and later - 2 <= int(found[1]) <= later, done.stdout
+    # Between the two an interpreter is started, which takes a busy machine seconds.
+    assert found is not None and later // 2 <= int(found[1]) <= later, done.stdout
 
 
 def test_when_the_time_is_up_the_rest_is_not_run(tmp_path: Path) -> None:

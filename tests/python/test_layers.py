@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from waiting import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 
@@ -111,6 +113,6 @@ def test_front_end_and_engine_core_import_neither_torch_nor_numpy() -> None:
         )
         for module in modules
     ]
-    errors = [process.communicate(timeout=60)[1] for process in processes]
+    errors = [process.communicate(timeout=PATIENCE)[1] for process in processes]
     for module, process, error in zip(modules, processes, errors, strict=True):
         assert process.returncode == 0, f"{module} imports {error}"

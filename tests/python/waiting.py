@@ -1,7 +1,10 @@
 """Waiting for what must happen, on a machine however busy."""
 
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 # Seconds that only a failure reaches: whatever is waited for takes a second or two of processor
 # time, of which a loaded machine gives a tenth.
@@ -13,3 +16,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)
+
+
+@contextmanager
+def held(pid: int) -> Iterator[None]:
+    """While the process stands still: what depends on it cannot go on, however fast it is."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -153,6 +154,14 @@ class Screen(io.StringIO):
         return length
 
 
+def interrupt_reading() -> None:
+    """Ctrl-C when the main thread reads from a socket, to which nothing comes."""
+    main = threading.main_thread().ident
+    assert main is not None
+    wait_until(lambda: sys._current_frames()[main].f_code is socket.SocketIO.readinto.__code__)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_program(
     live: LiveServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +178,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
 
     def interrupt(text: str) -> None:
         if text == "tick tick ti":
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Thread(target=interrupt_reading).start()
 
     screen = Screen(interrupt)
     monkeypatch.setattr(sys, "stdin", Terminal())

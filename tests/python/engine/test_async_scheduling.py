@@ -1,6 +1,7 @@
 """Asynchronous scheduling changes when a plan leaves, never what a request gives."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from engine.delayed import DelayedDevice
 from tiny_model import block_bytes
 from vllm_lite import Engine, RequestOutput, SamplingParams
 from vllm_lite.arguments import engine_config, serve_parser
-from vllm_lite.clients import deliver, make_core
+from vllm_lite.clients import ProcessClient, deliver, make_core
 from vllm_lite.config import EngineConfig
 from vllm_lite.messages import decode_outputs
 from vllm_lite.model_config import load_model_config
@@ -19,6 +20,7 @@ from vllm_lite.settings import read
 from vllm_lite.tokenizer import load_tokenizer
 from vllm_lite.worker.step_plan import StepPlan
 from vllm_lite.worker.worker import Worker
+from waiting import held
 
 PROMPTS = ["The quick", "def f(x):", "Größe", "東京", "lazy dog, and", "it is", "12345", "café"]
 # A pool in which about three sequences fit, so that running ones are preempted.
@@ -39,6 +41,14 @@ def params_of(index: int) -> SamplingParams:
     return SamplingParams(**options)
 
 
+def pids_of(engine: Engine) -> list[int]:
+    """Of its processes, if it has any."""
+    if not isinstance(engine.client, ProcessClient):
+        return []
+    assert engine.client._processes is not None
+    return [child.process.pid for child in engine.client._processes.children]
+
+
 def generate(
     model: str, async_scheduling: bool, multiprocess: bool = False
 ) -> tuple[dict[str, RequestOutput], int]:
@@ -48,11 +58,14 @@ def generate(
         model, multiprocess=multiprocess, num_threads=1, async_scheduling=async_scheduling,
         **SMALL_POOL,
     ) as engine:  # fmt: skip
-        for index in range(24):
-            prompt = PROMPTS[index % len(PROMPTS)]
-            engine.add_request(str(index), prompt, params_of(index))
-            if index % 8 == 7:
-                engine.add_request(f"aborted {index}", prompt, SamplingParams(max_tokens=40))
+        with ExitStack() as all_at_once:
+            for pid in pids_of(engine):
+                all_at_once.enter_context(held(pid))
+            for index in range(24):
+                prompt = PROMPTS[index % len(PROMPTS)]
+                engine.add_request(str(index), prompt, params_of(index))
+                if index % 8 == 7:
+                    engine.add_request(f"aborted {index}", prompt, SamplingParams(max_tokens=40))
         aborted = False
         while engine.has_unfinished_requests():
             last |= {output.request_id: output for output in engine.step()}

@@ -10,6 +10,7 @@ import pytest
 
 from vllm_lite import _core
 from vllm_lite.messages import EngineOutputs, SequenceOutput, decode_outputs
+from waiting import PATIENCE
 
 WORDS = [b"</s>", b"a", b"b", b"\xc3", b"\xa9"]
 
@@ -187,6 +188,6 @@ def test_exit_when_hung_up_wants_an_open_descriptor() -> None:
 def test_exit_when_hung_up_ends_the_process() -> None:
     code = (
         "import socket, time; from vllm_lite import _core; a, b = socket.socketpair();"
-        "_core.exit_when_hung_up(a.fileno(), 7); b.close(); time.sleep(60)"
+        "_core.exit_when_hung_up(a.fileno(), 7); b.close(); time.sleep(1000)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 7
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE).returncode == 7

@@ -1,6 +1,7 @@
 """Which cores the kernels' threads take."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ from vllm_lite import Engine, cores
 
 def threads_of(pid: int) -> list[set[int]]:
     """The affinity of each of a process's threads."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [os.sched_getaffinity(int(task.name)) for task in tasks]
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            found.append(os.sched_getaffinity(int(task.name)))
+    return found
 
 
 def test_two_threads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 from engine.calls import GREEDY, PROMPTS, drain, drained_ids, greedy, ids_of, run
 from vllm_lite import LLM, Engine
 from vllm_lite.errors import EngineDeadError
+from waiting import wait_until
 
 
 @pytest.mark.case("SHD-05")
@@ -28,11 +29,16 @@ def test_use_after_close_raises_and_close_twice_does_not(tiny_model: str) -> Non
 
 def test_closing_in_another_thread_ends_generate(tiny_model: str) -> None:
     llm = LLM(tiny_model, num_threads=1)
-    timer = threading.Timer(0.3, llm.close)
-    timer.start()
+
+    def close() -> None:
+        wait_until(llm.engine.has_unfinished_requests)
+        llm.close()
+
+    closer = threading.Thread(target=close)
+    closer.start()
     with pytest.raises(EngineDeadError, match="closed while it was generating"):
         llm.generate("The", greedy(max_tokens=None), use_tqdm=False)
-    timer.join()
+    closer.join()
     with pytest.raises(RuntimeError, match="closed"):
         run(llm, "The")
 

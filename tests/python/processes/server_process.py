@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import httpx
 
 import vllm_lite
 from leftovers import Leftovers
-from waiting import PATIENCE, wait_until
+from waiting import PATIENCE, held, wait_until
 
 PACKAGE = str(Path(vllm_lite.__file__).parents[1])
 
@@ -70,6 +70,10 @@ class ServerProcess:
 
     def kill_role(self, module: str) -> None:
         os.kill(self.left.of_role(module), signal.SIGKILL)
+
+    def stand_still(self) -> AbstractContextManager[None]:
+        """Until it is left no request gets on; the API server answers."""
+        return held(self.left.of_role("vllm_lite.worker"))
 
     def wait(self) -> int:
         """The exit code. Nothing of the server may be left."""

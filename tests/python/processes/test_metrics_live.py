@@ -11,6 +11,7 @@ import pytest
 
 from processes.server_process import ServerProcess, metrics, stream
 from tiny_model import block_bytes
+from waiting import wait_until
 
 _COUNTS = re.compile(r"(vllm_lite:\S+?(?:_total|_count|_sum|_bucket)\{[^}]*\}) (\S+)")
 
@@ -71,19 +72,24 @@ def test_counters_never_fall_whatever_happens_to_requests(server: ServerProcess)
     scraper.start()
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(ask, range(24)))
+
+    def ended() -> dict[str, float]:
+        text = client.get("/metrics").text
+        found = re.findall(r'success_total\{.*finished_reason="(\w+)".*\} (\S+)', text)
+        return {name: float(value) for name, value in found}
+
     with server.client() as client:
         server.wait_idle(client)
+        wait_until(lambda: sum(ended().values()) == 24)  # the API server has noticed, too
+        wait_until(lambda: scrapes > 3)
         done.set()
         scraper.join()
         assert client.get("/health").status_code == 200
         found = metrics(client)
-        text = client.get("/metrics").text
+        counts = ended()
     assert faults == []
-    assert scrapes > 3
     assert found["vllm_lite:num_preemptions_total"] > 0
     assert found["vllm_lite:prefix_cache_hits_total"] > 0
-    ended = dict(re.findall(r'success_total\{.*finished_reason="(\w+)".*\} (\S+)', text))
-    counts = {name: float(value) for name, value in ended.items()}
     assert (counts["stop"], counts["error"]) == (0, 0)
     # A client that is slow to leave may be given the whole answer.
     assert counts["length"] + counts["abort"] == 24 and 1 <= counts["abort"] <= 6

@@ -72,7 +72,7 @@ def test_chat_streams_what_it_answers_plainly(client: openai.OpenAI) -> None:
     reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
     assert [r for r in reasons if r] == [plain.choices[0].finish_reason]
     assert plain.choices[0].finish_reason in ("stop", "length")
-    assert len(chunks) > 5
+    assert len(chunks) > 2  # how many: tokens that wait for the API server go together
     assert chunks[-1].usage is not None and plain.usage is not None
     assert chunks[-1].usage.completion_tokens == plain.usage.completion_tokens <= 24
     assert chunks[-1].usage.prompt_tokens == plain.usage.prompt_tokens == 37
@@ -195,17 +195,14 @@ def test_bad_requests_are_400_and_harm_nobody(http: httpx.Client) -> None:
 def test_metrics_count_and_come_back_to_zero(server: ServerProcess, http: httpx.Client) -> None:
     server.wait_idle(http)
     before = metrics(http)
-    most_running = most_used = 0.0
     with stream(http, max_tokens=2000, n=2) as running:
-        received = []
-        for event in running:
-            received.append(event)
-            if most_running < 2:
-                now = metrics(http)
-                most_running = max(most_running, now["vllm_lite:num_requests_running"])
-                most_used = max(most_used, now["vllm_lite:kv_cache_usage_perc"])
-    assert received[-1] == "[DONE]"
-    assert most_running == 2 and 0 < most_used < 1
+        next(running)
+        with server.stand_still():
+            now = metrics(http)
+        *_, last = running
+    assert last == "[DONE]"
+    assert now["vllm_lite:num_requests_running"] == 2
+    assert 0 < now["vllm_lite:kv_cache_usage_perc"] < 1
     server.wait_idle(http)
     after = metrics(http)
     name = "vllm_lite:generation_tokens_total"

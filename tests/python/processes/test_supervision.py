@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-import resource
+import re
 import signal
 import socket
 import subprocess
@@ -66,9 +66,9 @@ def test_sigterm_lets_streams_finish_and_a_second_one_does_not_wait(start: Start
         running = [stack.enter_context(stream(client, max_tokens=1500)) for _ in range(3)]
         for events in running:
             next(events)
-        server.signal(signal.SIGTERM)
-        while not can_bind(server.port):  # free at once, not when the streams have ended
-            assert next(running[0]) != "[DONE]"
+        with server.stand_still():
+            server.signal(signal.SIGTERM)
+            wait_port_free(server.port)  # at once, not when the streams have ended
         for events in running:
             received = list(events)
             assert received[-1] == "[DONE]"
@@ -99,9 +99,10 @@ def test_grace_time_ends_streams_with_an_error(start: Start) -> None:
     assert "Traceback" not in server.log()
 
 
-def hold_start(server: ServerProcess) -> int:
-    """Waits for the parent's three children. The worker, whose process id this is, is stopped at
-    once, so that the start goes no further.
+@contextlib.contextmanager
+def held_start(server: ServerProcess) -> Iterator[None]:
+    """With the parent's three children. The worker is stopped at once, so that the start goes no
+    further.
     """
 
     def has_worker() -> bool:
@@ -109,28 +110,25 @@ def hold_start(server: ServerProcess) -> int:
         return any("-m vllm_lite.worker " in line for line in server.left.processes().values())
 
     wait_until(has_worker)
-    worker = server.left.of_role("vllm_lite.worker")
-    os.kill(worker, signal.SIGSTOP)
-    wait_until(lambda: len(server.left.processes()) == 4)
-    return worker
+    with server.stand_still():
+        wait_until(lambda: len(server.left.processes()) == 4)
+        yield
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_while_starting_ends_everything_quickly(start: Start, number: int) -> None:
     server = start()
-    worker = hold_start(server)
-    server.signal(number)
-    os.kill(worker, signal.SIGCONT)
+    with held_start(server):
+        server.signal(number)
     assert server.wait() == 0, server.log()
     assert server.url == "" and "Traceback" not in server.log()
 
 
 def test_kill_of_the_parent_while_starting_leaves_nothing(start: Start) -> None:
     server = start()
-    worker = hold_start(server)
-    assert server.left.files() != []
-    server.process.kill()
-    os.kill(worker, signal.SIGCONT)
+    with held_start(server):
+        assert server.left.files() != []
+        server.process.kill()
     assert server.wait() == -signal.SIGKILL
 
 
@@ -150,9 +148,11 @@ def test_kill_of_the_parent_while_starting_leaves_nothing(start: Start) -> None:
     ids=["no stdin", "no stdout", "no stderr", "none", "unread stdout", "unread stderr"],
 )
 def test_standard_streams_may_be_missing(tiny_model: str, before: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # Bound and not listened at, so that the server can have it and nobody else is given it.
+    keeper = socket.socket()
+    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    keeper.bind(("127.0.0.1", 0))
+    port = keeper.getsockname()[1]
     code = (
         "import os, sys\n"
         f"{before}\n"
@@ -179,6 +179,7 @@ def test_standard_streams_may_be_missing(tiny_model: str, before: str) -> None:
         _, errors = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
+        keeper.close()
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
     left.assert_none()
@@ -267,36 +268,31 @@ def test_kill_of_the_api_server_ends_the_server(start: Start) -> None:
 # --- not starting ---------------------------------------------------------------------------------
 
 
-def run_cli(*arguments: str, model: str = "smollm2") -> tuple[int, str, float]:
-    """(exit code, stderr without log lines, processor seconds)."""
-    before = processor_seconds()
+def run_cli(*arguments: str, model: str = "smollm2", path: str = PACKAGE) -> tuple[int, str]:
+    """(exit code, stderr)."""
     done = subprocess.run(
         [sys.executable, "-m", "vllm_lite.cli", "serve", model, *arguments],
-        env={**os.environ, "PYTHONPATH": PACKAGE},
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
     )
     assert done.stdout == ""
-    return done.returncode, done.stderr, processor_seconds() - before
-
-
-def processor_seconds() -> float:
-    """Of this process's children that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    return done.returncode, done.stderr
 
 
 @pytest.mark.case("CFG-03")
-def test_port_in_use_is_noticed_before_loading() -> None:
+def test_port_in_use_is_noticed_before_loading(tmp_path: Path) -> None:
+    for name in ("torch", "numpy", "tokenizers", "safetensors"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('something heavy was loaded')")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        code, errors, seconds = run_cli("--port", str(port))
+        path = f"{tmp_path}{os.pathsep}{PACKAGE}"
+        code, errors = run_cli("--port", str(port), path=path)
     assert code == 1
     assert errors.count("\n") == 1 and f"127.0.0.1 port {port}" in errors and "in use" in errors
-    assert seconds < 2  # also where the machine is loaded; the model is not looked at
 
 
 @pytest.mark.case("LEN-03")
@@ -323,7 +319,7 @@ def test_port_in_use_is_noticed_before_loading() -> None:
     ids=lambda value: value[0] if value[0].startswith("--") else "",
 )
 def test_bad_option_is_one_sentence(arguments: list[str], words: list[str]) -> None:
-    code, errors, _ = run_cli(*arguments)
+    code, errors = run_cli(*arguments)
     assert code == 1
     assert errors.count("\n") == 1, errors
     for word in ["vllm-lite serve: ", *words]:
@@ -331,9 +327,9 @@ def test_bad_option_is_one_sentence(arguments: list[str], words: list[str]) -> N
 
 
 def test_unknown_model_is_one_sentence(tmp_path: Path) -> None:
-    code, errors, _ = run_cli(model="no-such-model")
+    code, errors = run_cli(model="no-such-model")
     assert code == 1 and errors.count("\n") == 1 and "'no-such-model' not found" in errors
-    code, errors, _ = run_cli(model=str(tmp_path))
+    code, errors = run_cli(model=str(tmp_path))
     assert code == 1 and errors.count("\n") == 1 and "neither config.json nor" in errors
 
 
@@ -348,20 +344,21 @@ def test_failure_in_a_child_is_one_sentence_and_ends_the_others(
     weights.write_bytes(weights.read_bytes()[:-1000])
     server = start(model=str(broken))
     assert server.wait() == 1
-    last_line = server.log().splitlines()[-1]
-    assert last_line.startswith("vllm-lite serve: the worker failed: ")
-    assert "model.safetensors" in last_line and "Traceback" not in server.log()
+    # Lines of the log are from children that were still starting.
+    sentences = [x for x in server.log().splitlines() if not re.match(r"\d{4}-\d\d-\d\d ", x)]
+    assert len(sentences) == 1 and "model.safetensors" in sentences[0], server.log()
+    assert sentences[0].startswith("vllm-lite serve: the worker failed: ")
 
 
 # --- options that show ----------------------------------------------------------------------------
 
 
 def test_names_keys_and_memory_limit(start: Start) -> None:
-    memory = block_bytes() * 100
+    memory = block_bytes() * 1000
     server = start(
         "--served-model-name", "tiny", "alias",
         "--api-key", "first", "--api-key", "second",
-        "--max-model-len", "1500", "--kv-cache-memory", str(memory), "--max-num-waiting", "2",
+        "--max-model-len", "15000", "--kv-cache-memory", str(memory), "--max-num-waiting", "2",
         "--max-num-seqs", "1", "--access-log",
     )  # fmt: skip
     server.wait_ready()
@@ -377,7 +374,7 @@ def test_names_keys_and_memory_limit(start: Start) -> None:
             assert answer.status_code == status
         client.headers["Authorization"] = "Bearer first"
         assert [m["id"] for m in client.get("/v1/models").json()["data"]] == ["tiny", "alias"]
-        assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 1500
+        assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 15000
         client.get("/health?source=probe")
         answer = client.post("/v1/completions", json={**body, "n": 3})
         assert answer.status_code == 400 and "limit is 2 (max_num_waiting)" in answer.text
@@ -392,16 +389,18 @@ def test_names_keys_and_memory_limit(start: Start) -> None:
 
 def check_full_queue(client: httpx.Client, body: dict[str, Any]) -> None:
     """429 before anything is sent, for a plain answer and for a stream of several samples."""
-    with stream(client, max_tokens=1400) as running, ThreadPoolExecutor(1) as pool:
-        next(running)
-        two_wait = pool.submit(client.post, "/v1/completions", json={**body, "n": 2})
-        wait_until(lambda: metrics(client)["vllm_lite:num_requests_waiting"] == 2)
-        for extra in ({}, {"n": 2, "stream": True}):
-            answer = client.post("/v1/completions", json={**body, **extra})
-            assert answer.status_code == 429, answer.text
-            assert "waiting queue is full (2 sequences)" in answer.json()["error"]["message"]
-            assert answer.headers["retry-after"] == "1"
-        assert list(running)[-1] == "[DONE]"
+    with ThreadPoolExecutor(1) as pool:
+        # It runs until the others have been refused, and is left then.
+        with stream(client, max_tokens=14000) as running:
+            next(running)
+            two_wait = pool.submit(client.post, "/v1/completions", json={**body, "n": 2})
+            wait_until(lambda: metrics(client)["vllm_lite:num_requests_waiting"] == 2)
+            for extra in ({}, {"n": 2, "stream": True}):
+                answer = client.post("/v1/completions", json={**body, **extra})
+                assert answer.status_code == 429, answer.text
+                assert "waiting queue is full (2 sequences)" in answer.json()["error"]["message"]
+                assert answer.headers["retry-after"] == "1"
+            assert next(running) != "[DONE]"
         assert two_wait.result().status_code == 200
 
 

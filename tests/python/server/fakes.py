@@ -135,6 +135,7 @@ class FakeEngine:
         self.script = script or Script()
         self.calls: list[Call] = []
         self.running = self.most_running = 0
+        self.let_go_at: int | None = None  # so many run when what the script holds goes on
         self.produced = 0  # outputs of all requests
         self.aborted: list[str] = []
         self.reason: str | None = None
@@ -158,7 +159,7 @@ class FakeEngine:
             raise script.start_error
         if any(call.request_id == request_id for call in self.calls[:-1]):
             raise ValueError(f"request id {request_id} is in use")
-        self.running += 1
+        self._begin()
         try:
             async for output in self._outputs(prompt, params, request_id):
                 yield output
@@ -212,8 +213,7 @@ class FakeEngine:
         self.calls.append(Call(prompt, pooling_params, request_id, priority))
         if self.script.start_error is not None:
             raise self.script.start_error
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
+        self._begin()
         try:
             await asyncio.sleep(self.script.delay)
             while self.script.held_at is not None:
@@ -222,6 +222,12 @@ class FakeEngine:
             yield PoolingRequestOutput(request_id, PoolingOutput(vector), prompt)
         finally:
             self.running -= 1
+
+    def _begin(self) -> None:
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        if self.let_go_at is not None and self.running >= self.let_go_at:
+            self.script.held_at = None
 
     def health(self) -> str | None:
         return self.reason

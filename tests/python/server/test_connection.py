@@ -227,13 +227,17 @@ def test_an_early_error_does_not_wait_for_the_body(live: LiveServer) -> None:
     ids=["health", "big"],
 )
 def test_a_client_that_leaves_with_a_second_request_out_is_noticed(
-    live: LiveServer, caplog: pytest.LogCaptureFixture, stream: bool, second: bytes
+    live: LiveServer,
+    connections: list[Connection],
+    caplog: pytest.LogCaptureFixture,
+    stream: bool,
+    second: bytes,
 ) -> None:
     live.engine.script = Script(held_at=1)
     with post(live.port, "/v1/completions", LONG | {"stream": stream}) as client:
         wait_until(lambda: live.engine.running == 1)
         client.sendall(second)
-        time.sleep(0.1)
+        wait_until(lambda: connections[0]._deaf)  # it has come
         assert live.engine.running == 1
     wait_until(lambda: live.engine.running == 0)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

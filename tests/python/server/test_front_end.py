@@ -118,7 +118,7 @@ def call(port: int, method: str, path: str, body: str | bytes | None = None) -> 
     try:
         connection.request(method, path, body)
         return connection.getresponse().status
-    except BrokenPipeError:  # refused while it was being sent
+    except (BrokenPipeError, ConnectionResetError):  # refused while it was being sent
         return connection.getresponse().status
     finally:
         connection.close()

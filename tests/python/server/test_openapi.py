@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 from server.client import Client
+from waiting import PATIENCE
 
 
 def resolve(document: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
@@ -67,4 +68,4 @@ def test_importing_the_server_brings_no_torch() -> None:
         "heavy = {'torch', 'transformers', 'numpy', 'tokenizers'} & sys.modules.keys()\n"
         "sys.exit(f'imported: {heavy}' if heavy else 0)"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
