@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_configure() -> None:
     # A shell's background jobs have it ignored, and their children, too; some tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Neither may a clock fail a property: a machine may be busy while examples are drawn.
+    with suppress(ImportError):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("no clock", suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("no clock")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,5 +1,6 @@
 """bench/gpu_check.sh on the host layer: its stages run, and nothing looks like a figure."""
 
+import fcntl
 import itertools
 import json
 import os
@@ -16,6 +17,8 @@ import pytest
 import torch
 
 from ops.on_host import BUILD
+
+pytestmark = pytest.mark.timeout(1800)  # some wait for others: gpu_check()
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench/gpu_check.sh"
@@ -63,7 +66,7 @@ def gpu_check(
     hidden: tuple[str, ...] = (),
     build: Path = BUILD,
     budget: int = 480,
-    timeout: int = 200,
+    timeout: int = 800,
     **variables: str,
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, list[dict[str, Any]]]]:
     """(how it ended, its lines by stage), with an interpreter that cannot find some packages."""
@@ -78,10 +81,13 @@ def gpu_check(
         "OMP_NUM_THREADS": "1",
         **variables,
     }
-    done = subprocess.run(
-        [SCRIPT, *arguments],
-        env=environment, capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
+    # One run at a time: each replaces the packages in build/gpu_check.
+    with SCRIPT.open() as script:
+        fcntl.flock(script, fcntl.LOCK_EX)
+        done = subprocess.run(
+            [SCRIPT, *arguments],
+            env=environment, capture_output=True, text=True, timeout=timeout, check=False,
+        )  # fmt: skip
     stages: dict[str, list[dict[str, Any]]] = {}
     for path in (directory / "out").glob("*.json"):
         for line in json.loads(path.read_text())["lines"]:

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-# Seconds that only a failure reaches: whatever is waited for takes a second or two of processor
-# time, of which a loaded machine gives a tenth.
-PATIENCE = 60.0
+# Seconds that only a failure reaches: whatever is waited for takes a few seconds of processor time
+# (a server's start two, a script with several engines six), of which a loaded machine gives a
+# tenth.
+PATIENCE = 120.0
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
