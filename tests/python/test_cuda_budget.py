@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ops.on_host import load_on_host
+from waiting import one_at_a_time
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import cuda_budget
@@ -38,7 +39,8 @@ sys.meta_path.insert(0, Build)
 @pytest.fixture(scope="module")
 def extension() -> Path:
     """The folder of the extension module."""
-    cuda_budget.build()
+    with one_at_a_time(Path(cuda_budget.__file__)):
+        cuda_budget.build()
     return cuda_budget.BUILD / "csrc/bindings"
 
 

@@ -1,6 +1,5 @@
 """bench/gpu_check.sh on the host layer: its stages run, and nothing looks like a figure."""
 
-import fcntl
 import itertools
 import json
 import os
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from ops.on_host import BUILD
+from waiting import one_at_a_time
 
 pytestmark = pytest.mark.timeout(1800)  # some wait for others: gpu_check()
 
@@ -81,9 +81,7 @@ def gpu_check(
         "OMP_NUM_THREADS": "1",
         **variables,
     }
-    # One run at a time: each replaces the packages in build/gpu_check.
-    with SCRIPT.open() as script:
-        fcntl.flock(script, fcntl.LOCK_EX)
+    with one_at_a_time(SCRIPT):  # each run replaces the packages in build/gpu_check
         done = subprocess.run(
             [SCRIPT, *arguments],
             env=environment, capture_output=True, text=True, timeout=timeout, check=False,

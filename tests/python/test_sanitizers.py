@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from waiting import one_at_a_time
+
 ROOT = Path(__file__).parents[2]
 SANITIZERS = ("address", "thread")
 # Orders of threads and blocks, as they come and a random one; and compute capabilities: an older
@@ -34,11 +36,13 @@ def build(sanitizer: str, *targets: str) -> Path:
          f"-DPython_EXECUTABLE={sys.executable}"],
         ["ninja", "-C", folder, "-j2", *targets],
     ]  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
     for command in commands:
-        done = subprocess.run(
-            command, env=os.environ | {"PATH": tools}, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, check=False,
-        )  # fmt: skip
+        with one_at_a_time(folder):
+            done = subprocess.run(
+                command, env=os.environ | {"PATH": tools}, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True, check=False,
+            )  # fmt: skip
         assert done.returncode == 0, done.stdout[-5000:]
     return folder
 

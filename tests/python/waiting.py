@@ -1,14 +1,16 @@
 """Waiting for what must happen, on a machine however busy."""
 
+import fcntl
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 # Seconds that only a failure reaches: whatever is waited for takes a few seconds of processor time
-# (a server's start two, a script with several engines six), of which a loaded machine gives a
-# tenth.
+# (a server's start two, a script with two engines three), of which a loaded machine gives a tenth
+# and a slow one less.
 PATIENCE = 120.0
 
 
@@ -28,3 +30,14 @@ def held(pid: int) -> Iterator[None]:
     finally:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def one_at_a_time(what: Path) -> Iterator[None]:
+    """Tests run in several processes; of those that give the same file or folder one goes on."""
+    lock = os.open(what, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
