@@ -2,8 +2,9 @@
 //
 // Both products run in register blocks (tile_math_isa.h). A few rows, as in decode, take keys and
 // values straight from the cache; many rows share a float32 copy of the tile. Where pairs of
-// bfloat16 are multiplied as they are, keys are never copied: a number of rows that changed the
-// arithmetic would change bits. Those of int8 are not, either: widened, they are little work.
+// bfloat16 are multiplied as they are (weights are rounded to it then), nothing is copied: a number
+// of rows that changed the arithmetic would change bits. Keys of int8 are not, either: widened,
+// they are little work.
 //
 // What a row must not see does not reach it: scores outside its span of the tile are replaced, not
 // multiplied by 0, and the sum over values runs over the span only. So a slot that is unused, or
@@ -230,7 +231,16 @@ void ItemRun<T, Stored>::softmax_rows(int first_row, int rows, int64_t start, co
     float* scores = scores_ + row * kTileTokens;
     FloatVec sum = zero();
     for (int t = spans.begin[row] / kWidth * kWidth; t < spans.end[row]; t += kWidth) {
-      const FloatVec weights = exp_of_negative(sub(load(scores + t), broadcast(shift[i])));
+      const FloatVec score = sub(load(scores + t), broadcast(shift[i]));
+#if defined(VL_ISA_avx512_bf16)
+      if constexpr (kMeetPairs<Stored>) {
+        const FloatVec weights = weight_of_score(score);
+        sum = add(sum, weights);
+        store_weights(reinterpret_cast<BFloat16*>(scores) + t, weights);
+        continue;
+      }
+#endif
+      const FloatVec weights = exp_of_negative(score);
       sum = add(sum, weights);
       if constexpr (kHasScales<Stored>) {
         const int strip = t / kStripTokens, lane = t - strip * kStripTokens;
@@ -267,6 +277,7 @@ void ItemRun<T, Stored>::score_rows(const typename Keys<U>::Query* query, const 
 }
 
 // Each row over its own span: the common part of a block of rows together, what sticks out alone.
+// Two tokens that a row sees and that make a pair are not parted.
 template <typename T, typename Stored>
 template <typename U>
 void ItemRun<T, Stored>::add_values(const Strips<U>& values, const Strips<char>& ahead,
@@ -279,11 +290,15 @@ void ItemRun<T, Stored>::add_values(const Strips<U>& values, const Strips<char>&
   const int block = rows_of_block(num_rows_);
   for (int row = 0; row < num_rows_; row += block) {
     const int row_end = min_int(row + block, num_rows_);
-    int begin = 0, end = kTileTokens;
+    int begin = 0, end = kTileTokens, first = kTileTokens, last = 0;
     for (int r = row; r < row_end; ++r) {
       begin = max_int(begin, spans.begin[r]);
       end = min_int(end, spans.end[r]);
+      first = min_int(first, spans.begin[r]);
+      last = max_int(last, spans.end[r]);
     }
+    if (first < begin) begin += begin % 2;
+    if (end < last) end -= end % 2;
     if (begin >= end) begin = end = kTileTokens;
     for (int r = row; r < row_end; ++r) {
       add(r, 1, spans.begin[r], min_int(begin, spans.end[r]));
@@ -316,7 +331,7 @@ void ItemRun<T, Stored>::attend_tile(int64_t start, const Tile& tile, const Tile
     }
     score_rows(query_, copy, lines_of(copy), fetch, start, tile, spans, records);
   }
-  if (is_few) {
+  if (is_few || kMeetPairs<Stored>) {
     add_values(tile.values, later_values, spans, records);
   } else {
     for (int i = 0; i < kTileStrips; ++i) {

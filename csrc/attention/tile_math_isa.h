@@ -269,12 +269,107 @@ void multiply_keys(int num_rows, const typename Keys<T>::Query* query, int num_w
 
 // ---- values
 
+// How values of type T are multiplied. kArePairs: the layout has words of two tokens. kMeetPairs:
+// both are multiplied at once, with weights of 16 bits; otherwise one after the other in float32.
+template <typename T>
+constexpr bool kArePairs = sizeof(T) == 2;
+#if defined(VL_ISA_avx512_bf16)
+template <typename T>
+constexpr bool kMeetPairs = kArePairs<T>;
+#else
+template <typename T>
+constexpr bool kMeetPairs = false;
+#endif
+
+// Elements of a strip before those of a token or, where there are pairs, of its pair.
+template <typename T>
+VL_SIMD int value_offset(int token, int head_size) {
+  return kArePairs<T> ? token / 2 * 2 * head_size : token * head_size;
+}
+
+// The value of one token: of a row or, of a pair, the lower or the upper half.
+template <int kHalf, typename T>
+VL_SIMD FloatVec load_value(const T* from) {
+  if constexpr (kArePairs<T>) {
+    IntLanes words;
+    __builtin_memcpy(&words, from, sizeof(words));
+    return kHalf == 0 ? widen_lower(words, T{}) : widen_upper(words, T{});
+  } else {
+    return load(from);
+  }
+}
+
+// Adds weight * value to each row's sums.
+template <int kHalf, typename T, int kRows, int kVecs>
+VL_SIMD void add_token(const float* weights, const T* from, FloatVec (&to)[kRows][kVecs]) {
+  constexpr int kStride = kWidth * (kArePairs<T> ? 2 : 1);
+  FloatVec value[kVecs];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVecs; ++v) {
+    value[v] = load_value<kHalf>(from + v * kStride);
+    keep_in_register(value[v].v);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    const FloatVec weight = broadcast(weights[r * kTileTokens]);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) to[r][v] = fma(weight, value[v], to[r][v]);
+  }
+}
+
+#if defined(VL_ISA_avx512_bf16)
+// e^x for x <= 0, within 2^-18 (what meets pairs is rounded to 2^-9): 2^n times a minimax
+// polynomial of the rest. Below 2^-126, as for -infinity, it is 0; a NaN stays one.
+VL_SIMD FloatVec weight_of_score(FloatVec x) {
+  const __m512 t = (__m512)mul(x, broadcast(0x1.715476p0f)).v;
+  const __m512 n = _mm512_maskz_roundscale_ps(kAllLanes, t, 0);
+  const FloatVec f = sub({(FloatLanes)t}, {(FloatLanes)n});
+  FloatVec q = broadcast(9.582852945e-03f);
+  q = fma(q, f, broadcast(5.590642616e-02f));
+  q = fma(q, f, broadcast(2.402409911e-01f));
+  q = fma(q, f, broadcast(6.931241751e-01f));
+  q = fma(q, f, broadcast(1.0f));
+  const __mmask16 is_normal = _mm512_cmp_ps_mask(t, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return {(FloatLanes)_mm512_maskz_scalef_ps(is_normal, (__m512)q.v, n)};
+}
+
+VL_SIMD void store_weights(BFloat16* to, FloatVec weights) {
+  const __m256bh rounded = _mm512_maskz_cvtneps_pbh(kAllLanes, (__m512)weights.v);
+  __builtin_memcpy(to, &rounded, sizeof(rounded));
+}
+
+// Likewise a pair of tokens, of which `mask` hides one or none: the weight of what is hidden is 0,
+// but it may be a NaN. The weights are the first half of each row's floats.
+template <int kRows, int kVecs>
+VL_SIMD void add_pair(const float* weights, int pair, const BFloat16* from, int32_t mask,
+                      FloatVec (&to)[kRows][kVecs]) {
+  IntLanes value[kVecs];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVecs; ++v) {
+    __builtin_memcpy(&value[v], from + v * 2 * kWidth, sizeof(value[v]));
+    value[v] &= mask;
+    keep_in_register(value[v]);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    int32_t weight;
+    __builtin_memcpy(&weight, weights + r * kTileTokens + pair, sizeof(weight));
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) {
+      to[r][v] = {(FloatLanes)_mm512_dpbf16_ps(
+          (__m512)to[r][v].v, (__m512bh)_mm512_set1_epi32(weight), (__m512bh)value[v])};
+    }
+  }
+}
+#endif
+
 // Adds weights[kRows, tokens begin .. end-1] * values to the rows' records, from element `column`
-// of the head on.
+// of the head on. Rows that see different halves of a pair do not see it together.
 template <typename T, int kRows, int kVecs>
 __attribute__((noinline)) void value_block(const float* weights, int begin, int end,
                                            const Strips<T>& values, const Strips<char>& ahead,
                                            int column, int head_size, float* records) {
+  constexpr int kStep = kArePairs<T> ? 2 : 1;
   const int64_t record = record_floats(head_size);
   records += column;
   FloatVec to[kRows][kVecs];
@@ -285,28 +380,61 @@ __attribute__((noinline)) void value_block(const float* weights, int begin, int 
   }
   for (int t = begin; t < end;) {
     const int strip = t / kStripTokens;
-    const int offset = (t - strip * kStripTokens) * head_size + column;
-    const T* row = values.at[strip] + offset;
+    const int offset = value_offset<T>(t - strip * kStripTokens, head_size) + column * kStep;
+    const T* from = values.at[strip] + offset;
     const char* line = ahead.at[strip] + offset * static_cast<int>(sizeof(T));
     const int stop = min_int(end, (strip + 1) * kStripTokens);
     if constexpr (kHasScales<T>) {
       prefetch(ahead.at[strip] + kStripTokens * head_size * static_cast<int>(sizeof(T)));
     }
+    constexpr int kBytes = kVecs * kWidth * kStep * static_cast<int>(sizeof(T));
+    const int step_bytes = head_size * kStep * static_cast<int>(sizeof(T));
+    const auto next = [&](int tokens) __attribute__((always_inline)) {
+      t += tokens;
+      from += head_size * kStep;
+      line += step_bytes;
+    };
+    const auto fetch = [&]() __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kBytes; i += 64) prefetch(line + i);
+    };
+    if constexpr (!kArePairs<T>) {
 #pragma GCC unroll 1
-    for (; t < stop; ++t, row += head_size, line += head_size * static_cast<int>(sizeof(T))) {
-#pragma GCC unroll 4
-      for (int i = 0; i < kVecs * kWidth * static_cast<int>(sizeof(T)); i += 64) prefetch(line + i);
-      FloatVec value[kVecs];
-#pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) {
-        value[v] = load(row + v * kWidth);
-        keep_in_register(value[v].v);
+      for (; t < stop; next(1)) {
+        fetch();
+        add_token<0>(weights + t, from, to);
       }
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const FloatVec weight = broadcast(weights[r * kTileTokens + t]);
-#pragma GCC unroll 4
-        for (int v = 0; v < kVecs; ++v) to[r][v] = fma(weight, value[v], to[r][v]);
+#if defined(VL_ISA_avx512_bf16)
+    } else if constexpr (kMeetPairs<T>) {
+      constexpr int32_t kUpper = static_cast<int32_t>(0xffff0000u);
+      if (t % 2 == 1) {
+        add_pair(weights, t / 2, from, kUpper, to);
+        next(1);
+      }
+#pragma GCC unroll 1
+      for (; t + 1 < stop; next(2)) {
+        fetch();
+        add_pair(weights, t / 2, from, -1, to);
+      }
+      if (t < stop) {
+        add_pair(weights, t / 2, from, ~kUpper, to);
+        next(1);
+      }
+#endif
+    } else {
+      if (t % 2 == 1) {
+        add_token<1>(weights + t, from, to);
+        next(1);
+      }
+#pragma GCC unroll 1
+      for (; t + 1 < stop; next(2)) {
+        fetch();
+        add_token<0>(weights + t, from, to);
+        add_token<1>(weights + t + 1, from, to);
+      }
+      if (t < stop) {
+        add_token<0>(weights + t, from, to);
+        next(1);
       }
     }
   }
@@ -376,14 +504,19 @@ VL_SIMD void widen_keys(const T* from, int num_words, const char* ahead, float* 
   }
 }
 
+// Values as rows of a token each.
 template <typename T>
 VL_SIMD void widen_values(const T* from, int head_size, const char* ahead, float* to) {
-  constexpr int kLineElements = 64 / static_cast<int>(sizeof(T));
+  constexpr int kStep = kArePairs<T> ? 2 : 1;
   if constexpr (kHasScales<T>) prefetch(ahead + kStripTokens * head_size);
-  for (int i = 0; i < kStripTokens * head_size; i += kLineElements) {
-    prefetch(ahead + i * static_cast<int>(sizeof(T)));
-#pragma GCC unroll 8
-    for (int j = 0; j < kLineElements; j += kWidth) store(to + i + j, load(from + i + j));
+  for (int t = 0; t < kStripTokens; t += kStep, to += kStep * head_size) {
+    for (int d = 0; d < head_size; d += kWidth) {
+      prefetch(ahead);
+      store(to + d, load_value<0>(from));
+      if constexpr (kArePairs<T>) store(to + head_size + d, load_value<1>(from));
+      from += kStep * kWidth;
+      ahead += kStep * kWidth * static_cast<int>(sizeof(T));
+    }
   }
 }
 

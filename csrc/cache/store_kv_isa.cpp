@@ -29,6 +29,12 @@ VL_SIMD void scatter_words(char* out, const char* in, int64_t bytes) {
   }
 }
 
+// The row's elements of 16 bits into a token's half of its pair's words. One by one: another thread
+// may be writing the other half.
+VL_SIMD void scatter_halves(char* out, const char* in, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 2) __builtin_memcpy(out + 2 * i, in + i, 2);
+}
+
 // A token's place in a head's two strips.
 struct Place {
   char* keys;
@@ -70,7 +76,13 @@ void store_as_is(const StoreKvParams& params, int64_t element_bytes) {
   for_each_head(params, element_bytes, row_bytes,
                 [&](const Place& place, const char* key, const char* value) {
                   scatter_words(place.keys + place.lane * kKeyWordBytes, key, row_bytes);
-                  copy_row(place.values + place.lane * row_bytes, value, row_bytes);
+                  if (element_bytes == 2) {
+                    const int64_t pair_offset = place.lane / 2 * 2 * row_bytes;
+                    scatter_halves(place.values + pair_offset + place.lane % 2 * 2, value,
+                                   row_bytes);
+                  } else {
+                    copy_row(place.values + place.lane * row_bytes, value, row_bytes);
+                  }
                 });
 }
 

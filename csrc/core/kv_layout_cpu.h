@@ -5,10 +5,12 @@
 // one element of 32 bits, two of 16 or four of 8:
 //
 //   keys:   [block_size / 16] strips of [head_size / (elements of a word)] [16 tokens] words
-//   values: [block_size / 16] strips of [16 tokens] [head_size] elements
+//   values: [block_size / 16] strips of [16 tokens] [head_size] elements or, where these have 16
+//           bits, of [8 pairs of tokens] [head_size] words, the first token's in the lower half
 //
 // So a vector of keys is one element of many tokens, which attention multiplies with one number of
-// the query, and a strip is contiguous whatever the block size.
+// the query, a vector of values is elements of one token or of two, and a strip is contiguous
+// whatever the block size.
 //
 // A row of an int8 cache is head_size elements and 4 bytes for its scale: a token's key (or value)
 // of one head is integer * scale. A strip of either ends with its tokens' scales:

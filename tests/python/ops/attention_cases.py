@@ -84,9 +84,10 @@ def _attention(shape: Shape, generator: torch.Generator, dtype: torch.dtype) -> 
         shape.soft_cap,
         slopes,
     )
-    # Tensor cores take the weights in 16 bits: half a unit of their last place.
-    # With int8 keys the query has 16 bits.
-    absolute = torch.finfo(dtype).eps / 2 * largest if on_cuda else 0.0
+    # Tensor cores take the weights in 16 bits, and so do AVX-512-BF16's pairs: half a unit of their
+    # last place. With int8 keys the query has 16 bits.
+    is_pairs = dtype == torch.bfloat16 and ops.current_cpu_isa() == "avx512_bf16"
+    absolute = torch.finfo(dtype).eps / 2 * largest if on_cuda or is_pairs else 0.0
     if shape.int8:
         absolute = 2**-15 * largest
     return Result({"out": out}, {"out": torch.cat(expected)}, absolute=absolute)

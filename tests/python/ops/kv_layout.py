@@ -9,23 +9,31 @@ STRIP_TOKENS = 16
 
 def as_stored(plain: torch.Tensor) -> torch.Tensor:
     """A copy of ``[num_blocks, 2, num_kv_heads, block_size, head_size]`` as the kernels keep it."""
-    return _with_keys(plain, from_plain=True)
+    if runs_cuda_kernels():
+        return plain.clone()
+    keys, values = plain.unbind(1)
+    word = 4 // keys.element_size()
+    strips = keys.unflatten(2, (-1, STRIP_TOKENS)).unflatten(4, (-1, word))
+    keys = strips.transpose(3, 4).reshape(values.shape)
+    if word == 2:
+        values = values.unflatten(2, (-1, 2)).transpose(3, 4).reshape(values.shape)
+    return torch.stack([keys, values], 1)
 
 
 def as_plain(stored: torch.Tensor) -> torch.Tensor:
     """What ``as_stored`` was given."""
-    return _with_keys(stored, from_plain=False)
-
-
-def _with_keys(cache: torch.Tensor, from_plain: bool) -> torch.Tensor:
     if runs_cuda_kernels():
-        return cache.clone()
-    keys, values = cache.unbind(1)
+        return stored.clone()
+    keys, values = stored.unbind(1)
+    *_, head_size = keys.shape
     word = 4 // keys.element_size()
-    num_words = keys.shape[3] // word
-    parts = (STRIP_TOKENS, num_words) if from_plain else (num_words, STRIP_TOKENS)
-    strips = keys.unflatten(2, (-1, STRIP_TOKENS)).flatten(3).unflatten(3, (*parts, word))
-    return torch.stack([strips.transpose(3, 4).reshape(keys.shape), values], 1)
+    strips = keys.unflatten(2, (-1, STRIP_TOKENS)).flatten(3)
+    strips = strips.unflatten(3, (head_size // word, STRIP_TOKENS, word))
+    keys = strips.transpose(3, 4).reshape(values.shape)
+    if word == 2:
+        pairs = values.unflatten(2, (-1, 2)).flatten(3).unflatten(3, (head_size, 2))
+        values = pairs.transpose(3, 4).reshape(values.shape)
+    return torch.stack([keys, values], 1)
 
 
 # ---- int8
