@@ -71,7 +71,7 @@ bench-cpp: $(STAMPS)/installed $(BUILD)/.built
 # In a build folder of its own: the editable install's would keep the CUDA kernels.
 wheel: $(STAMPS)/packages
 	CUDAARCHS="$(CUDA_ARCHITECTURES)" $(PIP) wheel -q . -w dist --no-build-isolation --no-deps \
-	  -C build-dir=build/wheel -C cmake.define.VLLM_LITE_CUDA=ON
+	  --config-settings=build-dir=build/wheel --config-settings=cmake.define.VLLM_LITE_CUDA=ON
 
 # --- set-up; each step leaves a stamp, so that a second run does nothing ---------------------------------
 
@@ -114,7 +114,7 @@ $(STAMPS)/installed: $(STAMPS)/packages $(NATIVE)
 	  { echo "Python's headers are missing: apt-get install python3-dev"; exit 1; }
 	@echo "== building and installing vllm_lite"
 	@$(PIP) install -q --no-build-isolation --no-deps -e . \
-	  $(if $(filter test,$(MAKECMDGOALS)),-C cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON)
+	  $(if $(filter test,$(MAKECMDGOALS)),--config-settings=cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON)
 	@touch $@
 
 system-tools:
