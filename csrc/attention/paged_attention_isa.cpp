@@ -2,9 +2,9 @@
 //
 // Both products run in register blocks (tile_math_isa.h). A few rows, as in decode, take keys and
 // values straight from the cache; many rows share a float32 copy of the tile. Where pairs of
-// bfloat16 are multiplied as they are (weights are rounded to it then), nothing is copied: a number
-// of rows that changed the arithmetic would change bits. Keys of int8 are not, either: widened,
-// they are little work.
+// bfloat16 are multiplied as they are (the weights are rounded then, and so summed), nothing is
+// copied: a number of rows that changed the arithmetic would change bits. Keys of int8 are not,
+// either: widened, they are little work.
 //
 // What a row must not see does not reach it: scores outside its span of the tile are replaced, not
 // multiplied by 0, and the sum over values runs over the span only. So a slot that is unused, or
@@ -234,9 +234,8 @@ void ItemRun<T, Stored>::softmax_rows(int first_row, int rows, int64_t start, co
       const FloatVec score = sub(load(scores + t), broadcast(shift[i]));
 #if defined(VL_ISA_avx512_bf16)
       if constexpr (kMeetPairs<Stored>) {
-        const FloatVec weights = weight_of_score(score);
-        sum = add(sum, weights);
-        store_weights(reinterpret_cast<BFloat16*>(scores) + t, weights);
+        auto* const rounded = reinterpret_cast<BFloat16*>(scores);
+        sum = add(sum, store_rounded(rounded + t, weight_of_score(score)));
         continue;
       }
 #endif

@@ -318,8 +318,8 @@ VL_SIMD void add_token(const float* weights, const T* from, FloatVec (&to)[kRows
 }
 
 #if defined(VL_ISA_avx512_bf16)
-// e^x for x <= 0, within 2^-18 (what meets pairs is rounded to 2^-9): 2^n times a minimax
-// polynomial of the rest. Below 2^-126, as for -infinity, it is 0; a NaN stays one.
+// e^x for x <= 0: 2^n times a minimax polynomial of the rest, within 2^-17 of itself (it is rounded
+// to bfloat16, by up to 2^-8). Below 2^-126, as for -infinity, it is 0; a NaN stays one.
 VL_SIMD FloatVec weight_of_score(FloatVec x) {
   const __m512 t = (__m512)mul(x, broadcast(0x1.715476p0f)).v;
   const __m512 n = _mm512_maskz_roundscale_ps(kAllLanes, t, 0);
@@ -333,13 +333,15 @@ VL_SIMD FloatVec weight_of_score(FloatVec x) {
   return {(FloatLanes)_mm512_maskz_scalef_ps(is_normal, (__m512)q.v, n)};
 }
 
-VL_SIMD void store_weights(BFloat16* to, FloatVec weights) {
+// Returns what they have been rounded to.
+VL_SIMD FloatVec store_rounded(BFloat16* to, FloatVec weights) {
   const __m256bh rounded = _mm512_maskz_cvtneps_pbh(kAllLanes, (__m512)weights.v);
   __builtin_memcpy(to, &rounded, sizeof(rounded));
+  return from_bits(zero_extend((HalfLanes)rounded) << 16);
 }
 
-// Likewise a pair of tokens, of which `mask` hides one or none: the weight of what is hidden is 0,
-// but it may be a NaN. The weights are the first half of each row's floats.
+// As add_token, of a pair of tokens, of which `mask` hides one or none: a hidden one's weight is 0,
+// but its value may be a NaN. The weights are the first half of each row's floats.
 template <int kRows, int kVecs>
 VL_SIMD void add_pair(const float* weights, int pair, const BFloat16* from, int32_t mask,
                       FloatVec (&to)[kRows][kVecs]) {
@@ -364,7 +366,7 @@ VL_SIMD void add_pair(const float* weights, int pair, const BFloat16* from, int3
 #endif
 
 // Adds weights[kRows, tokens begin .. end-1] * values to the rows' records, from element `column`
-// of the head on. Rows that see different halves of a pair do not see it together.
+// of the head on. Where there are pairs, a row that sees both of one must be given both at once.
 template <typename T, int kRows, int kVecs>
 __attribute__((noinline)) void value_block(const float* weights, int begin, int end,
                                            const Strips<T>& values, const Strips<char>& ahead,

@@ -18,8 +18,8 @@
 //   keys:   ... [head_size / 4] [16 tokens] words, [16 tokens] float32
 //   values: ... [16 tokens] [head_size] int8, [16 tokens] float32
 //
-// The scales travel with the block, and are what the token alone makes them: its largest magnitude
-// over 127. A vector with a number that is not finite has the scale NaN.
+// The scales travel with the block, and are what the token alone makes them: its largest magnitude,
+// or 2^-100 if that is more, over 127. A vector with a number that is not finite has the scale NaN.
 #pragma once
 
 #include <cstdint>

@@ -57,8 +57,8 @@ struct Quantisation {
   float most;
 };
 
-// Of `count` numbers, a multiple of kWidth: the largest in magnitude becomes most or -most. Numbers
-// that are all below 2^-100 become smaller still.
+// Of `count` numbers, a multiple of kWidth: the largest in magnitude becomes most or -most, or less
+// where it is below 2^-100.
 template <typename T>
 VL_SIMD Quantisation quantisation_of(const T* from, int count, float most) {
   // As integers, magnitudes are in order, with infinity and then NaN behind all numbers.
@@ -75,7 +75,8 @@ VL_SIMD Quantisation quantisation_of(const T* from, int count, float most) {
   constexpr int32_t kInfinityBits = 0x7f800000;
   if (largest[0] >= kInfinityBits) return {__builtin_nanf(""), 0.0f, most};
   const float magnitude = float_from_bits(static_cast<uint32_t>(largest[0]));
-  return {magnitude / most, most / (magnitude > 0x1p-100f ? magnitude : 0x1p-100f), most};
+  const float one = magnitude > 0x1p-100f ? magnitude : 0x1p-100f;
+  return {one / most, most / one, most};
 }
 
 // To the nearest, ties to even. Where the scale is NaN the integers are of no account, but numbers.

@@ -4,14 +4,14 @@
 // layout that every instruction set reads, one stream of memory per panel (linear_layout.h). Of
 // quantised formats the panels hold the file's own numbers, and take its size.
 //
-// A value of `out` is a float32 sum over the columns in their order, the bias last. Of dense
-// weights every product is added to it in turn. Quantised weights are multiplied as integers: each
-// token's input is rounded to 16 bits and a scale for every 32 columns, which costs 2^-16 of the
-// largest of them (bfloat16 itself keeps 2^-9 of each); the sum of 32 columns (Q6_K: 16) is then
-// exact, and added with the scales. That order depends on the weight's format, the input's dtype
-// and the instruction set alone: not on how many rows `input` has, nor on threads. An input that is
-// not finite makes its token's outputs NaN or infinite; products of bfloat16 weights and inputs on
-// AVX-512-BF16 and AMX take subnormal numbers for zeros, as those instructions do.
+// A value of `out` is a float32 sum over the columns in their order, of blocks of 32 columns (Q6_K:
+// 16) where the format has a scale for each, the bias last. Inputs of 16 bits meet quantised
+// weights as integers: every 32 columns of a token are rounded to 16 bits and a scale, which costs
+// 2^-16 of the largest of them (bfloat16 itself costs up to 2^-8), and the sum of a block is
+// exact. That order depends on the weight's format, the input's dtype and the instruction set
+// alone: not on how many rows `input` has, nor on threads. An input that is not finite makes its
+// token's outputs NaN or infinite; products of bfloat16 weights and inputs on AVX-512-BF16 and AMX
+// take subnormal numbers for zeros, as those instructions do.
 #pragma once
 
 #include <cstdint>

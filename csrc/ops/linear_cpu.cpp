@@ -52,12 +52,17 @@ class Scratch {
 thread_local Scratch input_scratch;
 thread_local Scratch range_scratch;
 
+// Whether a call multiplies integers: the input has to be rounded to 16 bits.
+bool uses_integers(const LinearParams& p) {
+  return is_quantised(p.format) && p.dtype != DType::kFloat32;
+}
+
 // The one kernel of an instruction set, a format and an input's dtype.
 const LinearKernels& choose_kernels(const LinearParams& p) {
   const Isa isa = current_isa();
   const bool is_bfloat16 = p.dtype == DType::kBFloat16 && p.format == WeightFormat::kBFloat16;
   if (isa == Isa::kAmx && is_bfloat16) return amx::kLinearKernels;
-  if (isa >= Isa::kAvx512Bf16 && (is_bfloat16 || is_quantised(p.format))) {
+  if (isa >= Isa::kAvx512Bf16 && (is_bfloat16 || uses_integers(p))) {
     return avx512_bf16::kLinearKernels;
   }
   if (isa >= Isa::kAvx512) return avx512::kLinearKernels;
@@ -100,12 +105,12 @@ class Slab {
   void prepare_input() {
     const int64_t num_blocks = num_column_blocks(params_.columns);
     const int64_t prepared_tokens = kernels_.padded_tokens(num_tokens_);
-    const bool quantised = is_quantised(params_.format);
+    const bool integers = uses_integers(params_);
     const int64_t element_bytes =
-        quantised ? static_cast<int64_t>(sizeof(int16_t)) : kernels_.element_bytes;
+        integers ? static_cast<int64_t>(sizeof(int16_t)) : kernels_.element_bytes;
     const int64_t prepared_bytes = prepared_tokens * num_blocks * kBlockColumns * element_bytes;
-    const int64_t num_scales = quantised ? prepared_tokens * num_blocks : 0;
-    const int64_t num_sums = has_minimum(params_.format) ? num_scales : 0;
+    const int64_t num_scales = integers ? prepared_tokens * num_blocks : 0;
+    const int64_t num_sums = has_minimum(params_.format) ? prepared_tokens * num_blocks : 0;
     uint8_t* const scratch =
         static_cast<uint8_t*>(input_scratch.at_least(prepared_bytes + (num_scales + num_sums) * 4));
     auto* const scales = reinterpret_cast<float*>(scratch + prepared_bytes);

@@ -1,9 +1,10 @@
 // Weights of a panel, widened in registers. Only for linear_isa.cpp.
 //
-// Two kinds of arithmetic. Dense weights are real numbers: with AVX-512-BF16 a step is a pair of
-// columns, whose products are summed by one vdpbf16ps; elsewhere a step is one column and a fused
-// multiply-add in float32. Quantised weights are integers, and so is what they are multiplied by
-// (linear_kernels.h): a step is a pair of columns in 16 bits each, and a block's sum is exact.
+// Two kinds of arithmetic. Real numbers: with AVX-512-BF16 a step is a pair of columns, whose
+// products are summed by one vdpbf16ps; elsewhere a step is one column and a fused multiply-add in
+// float32. Integers, which quantised weights are: so is what they are multiplied by
+// (linear_kernels.h), a step is a pair of columns in 16 bits each, and a block's sum is exact. A
+// float32 input stays as it is, and they are widened to meet it (AsReal).
 //
 // A format is a struct of static functions over a vector's worth of a panel's rows (`part`):
 //   weights(place, step, part)  of a step's columns, without their scale
@@ -62,7 +63,7 @@ struct IntegerArithmetic {
   }
 };
 
-template <bool kIsQuantised>
+template <bool kIsInteger>
 struct ArithmeticOf : RealArithmetic {};
 template <>
 struct ArithmeticOf<true> : IntegerArithmetic {};
@@ -107,7 +108,7 @@ template <WeightFormat kFormat>
 struct Packed : ArithmeticOf<is_quantised(kFormat)> {
   using Arithmetic = ArithmeticOf<is_quantised(kFormat)>;
   static constexpr PanelLayout kLayout = panel_layout(kFormat);
-  static constexpr bool kIsQuantised = is_quantised(kFormat);
+  static constexpr bool kIsInteger = is_quantised(kFormat);
   static constexpr int kSteps = kBlockColumns / Arithmetic::kStepColumns;
   static constexpr bool kHasMinimum = has_minimum(kFormat);
   static constexpr bool kIsWidened = false, kIsDense = kLayout.block_quants >= kDenseBytes;
@@ -268,13 +269,35 @@ struct Q6_K : Packed<WeightFormat::kQ6_K> {
   }
 };
 
+// ---- quantised weights for a float32 input
+
+#if !defined(VL_ISA_avx512_bf16)
+template <typename Format>
+struct AsReal : RealArithmetic {
+  using Arithmetic = RealArithmetic;
+  static constexpr bool kIsInteger = false, kHasMinimum = Format::kHasMinimum;
+  static constexpr bool kIsWidened = false, kIsDense = false;
+  static constexpr int kSteps = kBlockColumns, kScales = Format::kScales;
+  static constexpr int kUnroll = 2 * Format::kUnroll;
+  static constexpr int64_t kDirectTokens = kCostlyDirect;
+  static constexpr int64_t kBlockBytes = Format::kBlockBytes;
+  VL_SIMD Place place(const uint8_t* panel, int64_t block) { return Format::place(panel, block); }
+  VL_SIMD FloatVec weights(Place place, int step, int part) {
+    const IntLanes pair = (IntLanes)Format::weights(place, step / 2, part);
+    return from_int(step % 2 == 0 ? pair << 16 >> 16 : pair >> 16);
+  }
+  VL_SIMD FloatVec scale(Place place, int i, int part) { return Format::scale(place, i, part); }
+  VL_SIMD FloatVec minimum(Place place, int part) { return Format::minimum(place, part); }
+};
+#endif
+
 // ---- any of them, once it is widened
 
 // Blocks of [kSteps][row] weights as Weights holds them, then float32 scales and minimum [row].
 template <typename Format>
 struct Widened : Format::Arithmetic {
   using Arithmetic = typename Format::Arithmetic;
-  static constexpr bool kIsQuantised = Format::kIsQuantised, kHasMinimum = Format::kHasMinimum;
+  static constexpr bool kIsInteger = Format::kIsInteger, kHasMinimum = Format::kHasMinimum;
   static constexpr bool kIsWidened = true, kIsDense = true;
   static constexpr int kSteps = Format::kSteps, kScales = Format::kScales, kUnroll = kFewSteps;
   static constexpr int64_t kDirectTokens = kAlwaysDirect;

@@ -44,10 +44,20 @@ VL_SIMD void for_each_block(const LinearInput& p, int64_t first, int64_t last, P
   }
 }
 
+// [block][token] numbers: the sum of a block.
+template <typename T>
+VL_SIMD void sum_block(const LinearInput& p, const T* from, int64_t at) {
+  if (p.block_sums == nullptr) return;
+  FloatVec sum = zero();
+  for (int i = 0; i < kBlockColumns; i += kWidth) sum = add(sum, load(from + i));
+  p.block_sums[at] = reduce_add(sum);
+}
+
 template <typename T>
 void prepare_tokens(const LinearInput& p, int64_t first, int64_t last) {
   for_each_block<T>(p, first, last, [&](const T* from, int64_t at) {
     convert_block(from, static_cast<Element*>(p.prepared) + at * kBlockColumns);
+    sum_block(p, from, at);
   });
 }
 
@@ -56,27 +66,18 @@ void quantise_tokens(const LinearInput& p, int64_t first, int64_t last) {
   for_each_block<T>(p, first, last, [&](const T* from, int64_t at) {
     int16_t* const to = static_cast<int16_t*>(p.prepared) + at * kBlockColumns;
     const Quantisation quantisation = quantisation_of(from, kBlockColumns, 32767);
-    FloatVec sum = zero();
     for (int i = 0; i < kBlockColumns; i += kWidth) {
-      const FloatVec x = load(from + i);
-      store_int(to + i, quantise(x, quantisation));
-      sum = add(sum, x);
+      store_int(to + i, quantise(load(from + i), quantisation));
     }
     p.scales[at] = quantisation.scale;
-    if (p.block_sums != nullptr) p.block_sums[at] = reduce_add(sum);
+    sum_block(p, from, at);
   });
 }
 
 void prepare(const LinearInput& p, int64_t first, int64_t last) {
   if (p.scales != nullptr) {
-    switch (p.dtype) {
-      case DType::kFloat32:
-        return quantise_tokens<float>(p, first, last);
-      case DType::kBFloat16:
-        return quantise_tokens<BFloat16>(p, first, last);
-      case DType::kFloat16:
-        return quantise_tokens<Float16>(p, first, last);
-    }
+    return p.dtype == DType::kFloat16 ? quantise_tokens<Float16>(p, first, last)
+                                      : quantise_tokens<BFloat16>(p, first, last);
   }
 #if !defined(VL_ISA_avx512_bf16)
   if (p.dtype == DType::kFloat32) return prepare_tokens<float>(p, first, last);
@@ -180,6 +181,18 @@ void multiply_range(const LinearCall& call, const LinearRange& range) {
   }
 }
 
+#if !defined(VL_ISA_amx)
+template <typename Format>
+void multiply_quantised(const LinearCall& call, const LinearRange& range) {
+#if !defined(VL_ISA_avx512_bf16)
+  if (call.input_scales == nullptr) {
+    return multiply_range<VectorProduct<AsReal<Format> > >(call, range);
+  }
+#endif
+  multiply_range<VectorProduct<Format> >(call, range);
+}
+#endif
+
 void multiply(const LinearCall& call, const LinearRange& range) {
 #if defined(VL_ISA_amx)
   multiply_range<TileProduct>(call, range);
@@ -198,19 +211,19 @@ void multiply(const LinearCall& call, const LinearRange& range) {
     case WeightFormat::kBFloat16:
       return multiply_range<VectorProduct<DenseBFloat16> >(call, range);
     case WeightFormat::kInt8:
-      return multiply_range<VectorProduct<Int8> >(call, range);
+      return multiply_quantised<Int8>(call, range);
     case WeightFormat::kQ4_0:
-      return multiply_range<VectorProduct<Q4_0> >(call, range);
+      return multiply_quantised<Q4_0>(call, range);
     case WeightFormat::kQ4_1:
-      return multiply_range<VectorProduct<Q4_1> >(call, range);
+      return multiply_quantised<Q4_1>(call, range);
     case WeightFormat::kQ8_0:
-      return multiply_range<VectorProduct<Q8_0> >(call, range);
+      return multiply_quantised<Q8_0>(call, range);
     case WeightFormat::kQ4_K:
-      return multiply_range<VectorProduct<Q4_K> >(call, range);
+      return multiply_quantised<Q4_K>(call, range);
     case WeightFormat::kQ5_K:
-      return multiply_range<VectorProduct<Q5_K> >(call, range);
+      return multiply_quantised<Q5_K>(call, range);
     case WeightFormat::kQ6_K:
-      return multiply_range<VectorProduct<Q6_K> >(call, range);
+      return multiply_quantised<Q6_K>(call, range);
   }
 #endif
 }

@@ -19,11 +19,11 @@ constexpr int64_t kPassBlocks = 8;
 constexpr int64_t kWidenedBlockBytes = (kBlockColumns + 2) * kPanelRows * 4;
 
 // The input in the order in which the kernels read it: [block][token][32 columns], zeros after the
-// last column and the last token. For quantised weights a block is integers of 16 bits, the largest
-// of which is 32767, and their scale.
+// last column and the last token. For quantised weights, unless it is of float32, a block is
+// integers of 16 bits, the largest of which is 32767, and their scale.
 struct LinearInput {
   void* prepared;     // elements of the kernel's type
-  float* scales;      // [block][token], for quantised weights; otherwise nullptr
+  float* scales;      // [block][token], of integers; otherwise nullptr
   float* block_sums;  // [block][token], where the format has minima; otherwise nullptr
   const void* input;
   int64_t input_stride;
@@ -54,7 +54,7 @@ struct LinearRange {
 };
 
 struct LinearKernels {
-  int64_t element_bytes;  // of an input prepared for dense weights
+  int64_t element_bytes;  // of a prepared input that is no integers
   int64_t part_tokens;    // whole tiles: tokens that are worth reading a weight for once more
   int64_t (*padded_tokens)(int64_t num_tokens);
   // Prepares tokens [first, last) of the padded ones.
@@ -71,7 +71,7 @@ extern const LinearKernels kLinearKernels;
 namespace avx512 {
 extern const LinearKernels kLinearKernels;
 }
-// Quantised weights, and bfloat16 ones times bfloat16 inputs.
+// Integers, and bfloat16 weights times bfloat16 inputs.
 namespace avx512_bf16 {
 extern const LinearKernels kLinearKernels;
 }

@@ -11,7 +11,7 @@ namespace {
 struct Pass {
   float* sums;                // [tokens][kGroupRows], added to
   const void* input;          // [block][tokens][kBlockColumns] of the format's Element
-  const float* input_scales;  // [block][tokens], for quantised weights
+  const float* input_scales;  // [block][tokens], of integers
   const float* block_sums;    // [block][tokens], where the format has minima
   int64_t input_tokens;       // tokens between blocks
   const uint8_t* panels[kGroupPanels];

@@ -94,17 +94,21 @@ VL_SIMD void multiply_steps(const typename Format::Element* input, int first, in
   }
 }
 
-// A block of quantised weights: exact sums of integers, then what they stand for is added to out.
+VL_SIMD FloatVec as_floats(FloatVec sums) { return sums; }
+VL_SIMD FloatVec as_floats(IntLanes sums) { return from_int(sums); }
+
+// A block of integers, or of numbers with scales: its sums, and then what they stand for, are added
+// to out.
 template <typename Format, int kTokens, int kVecs>
-VL_SIMD void multiply_integers(const int16_t* input, const float* input_scales,
-                               const float* block_sums, const TileRows<Format, kVecs>& rows,
-                               float* out) {
+VL_SIMD void multiply_scaled(const typename Format::Element* input, const float* input_scales,
+                             const float* block_sums, const TileRows<Format, kVecs>& rows,
+                             float* out) {
   using Rows = TileRows<Format, kVecs>;
   constexpr int kParts = Format::kScales > 1 ? Format::kScales : 1;
   constexpr int kPartSteps = Format::kSteps / kParts;
 #pragma GCC unroll 2
   for (int i = 0; i < kParts; ++i) {
-    IntLanes products[kTokens][kVecs] = {};
+    typename Format::Sum products[kTokens][kVecs] = {};
     multiply_steps<Format, kTokens, kVecs>(input, i * kPartSteps, (i + 1) * kPartSteps, rows,
                                            products);
 #pragma GCC unroll 8
@@ -119,14 +123,16 @@ VL_SIMD void multiply_integers(const int16_t* input, const float* input_scales,
 #pragma GCC unroll 8
       for (int t = 0; t < kTokens; ++t) {
         float* const to = out + t * kGroupRows + v * kWidth;
-        FloatVec sum = load(to);
-        FloatVec product = from_int(products[t][v]);
-        const FloatVec input_scale = broadcast(input_scales[t]);
-        if constexpr (Format::kScales > 0) {
-          sum = fma(mul(product, input_scale), scale, sum);
-        } else {
-          sum = fma(product, input_scale, sum);
+        FloatVec product = as_floats(products[t][v]), sum = load(to), last_scale = scale;
+        if constexpr (Format::kIsInteger) {
+          const FloatVec input_scale = broadcast(input_scales[t]);
+          if constexpr (Format::kScales > 0) {
+            product = mul(product, input_scale);
+          } else {
+            last_scale = input_scale;
+          }
         }
+        sum = fma(product, last_scale, sum);
         if constexpr (Format::kHasMinimum) sum = fma(minimum, broadcast(block_sums[t]), sum);
         store(to, sum);
       }
@@ -138,6 +144,7 @@ template <typename Format, int kTokens, int kVecs>
 __attribute__((noinline)) void multiply_tile(const Pass& pass, int64_t token, int first_vec,
                                              Fetch fetch) {
   using Element = typename Format::Element;
+  constexpr bool kInRegisters = !Format::kIsInteger && Format::kScales == 0;  // the sums of a pass
   float* const out = pass.sums + token * kGroupRows + first_vec * kWidth;
   const Element* input = static_cast<const Element*>(pass.input) + token * kBlockColumns;
   TileRows<Format, kVecs> rows;
@@ -145,7 +152,7 @@ __attribute__((noinline)) void multiply_tile(const Pass& pass, int64_t token, in
   for (int v = 0; v < kVecs; ++v) rows.panels[v] = pass.panels[(first_vec + v) / kPanelVecs];
   rows.first_part = kVecs < kPanelVecs ? first_vec % kPanelVecs : 0;
   FloatVec sums[kTokens][kVecs];
-  if constexpr (!Format::kIsQuantised) {
+  if constexpr (kInRegisters) {
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 8
@@ -165,18 +172,18 @@ __attribute__((noinline)) void multiply_tile(const Pass& pass, int64_t token, in
         fetch_next<Format>(pass, (first_vec + v) / kPanelVecs, b, fetch);
       }
     }
-    if constexpr (Format::kIsQuantised) {
-      const int64_t at = b * pass.input_tokens + token;
-      const float* const block_sums = Format::kHasMinimum ? pass.block_sums + at : nullptr;
-      multiply_integers<Format, kTokens, kVecs>(input, pass.input_scales + at, block_sums, rows,
-                                                out);
-    } else {
+    if constexpr (kInRegisters) {
       multiply_steps<Format, kTokens, kVecs>(input, 0, Format::kSteps, rows, sums);
+    } else {
+      const int64_t at = b * pass.input_tokens + token;
+      const float* const input_scales = Format::kIsInteger ? pass.input_scales + at : nullptr;
+      const float* const block_sums = Format::kHasMinimum ? pass.block_sums + at : nullptr;
+      multiply_scaled<Format, kTokens, kVecs>(input, input_scales, block_sums, rows, out);
     }
     input += pass.input_tokens * kBlockColumns;
   }
 
-  if constexpr (!Format::kIsQuantised) {
+  if constexpr (kInRegisters) {
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 8

@@ -127,8 +127,8 @@ def _store(shape: Shape, generator: torch.Generator, dtype: torch.dtype) -> Resu
     slots[::5] = -1
     if shape.int8 and runs_cuda_kernels():
         pytest.skip("int8 has no CUDA kernel")
-    arena = torch.zeros_like(_arena(shape, num_blocks, dtype))
     expected = torch.zeros_like(_arena(replace(shape, int8=False), num_blocks, dtype))
+    arena = as_int8(expected) if shape.int8 else expected.clone()
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             block, offset = divmod(slot, shape.block_size)

@@ -44,8 +44,9 @@ def quantised(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     plain = plain.float()
     largest = plain.abs().amax(-1)  # NaN if there is one
     largest[largest.isinf()] = torch.nan
+    largest = largest.clamp(min=2.0**-100)
     most = torch.tensor(127.0).expand_as(largest)  # a number would be divided in two roundings
-    inverses = torch.where(largest.isnan(), 0.0, most / largest.clamp(min=2.0**-100))
+    inverses = torch.where(largest.isnan(), 0.0, most / largest)
     integers = (plain * inverses[..., None]).round()
     return integers.nan_to_num(nan=-127).to(torch.int8), largest / most
 

@@ -79,13 +79,14 @@ def sum_tolerance(weight: Weight, x: torch.Tensor) -> float:
     The partial sums of n terms of random sign are of the size of sqrt(n) terms, and so are the
     roundings: n of them, each half of 2^-23 of that, make n * term * 2^-24 at random signs; four
     times that is never reached. Sums of blocks, as the formats with scales have them, err less.
-    For a quantised weight the input is rounded too, to 2^-15 of the largest of 32 numbers, some
-    four times their root mean square: at random 2^-15 of that, and sqrt(n) such terms.
+    For a quantised weight an input of 16 bits is rounded to steps of 2^-15 of the largest of 32
+    numbers, some four times their root mean square: at random 2^-15 of that, times sqrt(n).
     """
     columns = x.shape[1]
     term = (weight.values.square().mean().sqrt() * x.double().square().mean().sqrt()).item()
-    rounded = 0 if weight.format in DENSE_FORMATS else 8 * columns**0.5 * 2.0**-15
-    return (4 * columns * 2.0**-24 + rounded) * term
+    is_rounded = weight.format not in DENSE_FORMATS and x.dtype != torch.float32
+    rounding = 8 * columns**0.5 * 2.0**-15 if is_rounded else 0.0
+    return (4 * columns * 2.0**-24 + rounding) * term
 
 
 def linear_case(

@@ -38,16 +38,29 @@ def test_a_row_has_the_same_bits_among_any_number_of_tokens(
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 200])
-@pytest.mark.parametrize("format", ["int8", *BLOCK_FORMATS])
-def test_what_16_bits_hold_is_multiplied_exactly(format: str, tokens: int, linear_isa: str) -> None:
-    """Integers of which each block's largest is 32767: only the sums of blocks are rounded."""
+@pytest.mark.parametrize("format", ["int8", "Q8_0", "Q4_0", "Q6_K"])  # minima meet it unrounded
+def test_the_input_of_quantised_weights_is_rounded_to_16_bits_per_block_and_no_further(
+    format: str, tokens: int, linear_isa: str
+) -> None:
     weight = make_weight(generator(), format, 40, 256)
-    x = torch.randint(-32767, 32768, (tokens, 8, 32), generator=generator()).float()
-    x[:, :, 5] = 32767
-    x = x.reshape(tokens, 256)
+    x = torch.rand(tokens, 8, 32, generator=generator()) * 2 - 1
+    x[:, :, 5] = 1  # of every block the largest
+    x = x.reshape(tokens, 256).bfloat16()
+    rounded = (x.double() * 32767).round() / 32767
     out = product(weight, x)
-    terms = x.double().abs() @ weight.values.T.abs()
-    assert ((out - x.double() @ weight.values.T).abs() <= terms * 2.0**-22).all()
+    terms = rounded.abs() @ weight.values.T.abs()
+    assert ((out - rounded @ weight.values.T).abs() <= terms * 2.0**-21).all()
+
+
+@pytest.mark.parametrize("exponent", [-99, -101, -110])
+@pytest.mark.parametrize("format", ["int8", *BLOCK_FORMATS])
+def test_tiny_inputs_lose_digits_and_no_more(format: str, exponent: int, linear_isa: str) -> None:
+    """Below 2^-100 a block's scale gets no smaller: steps of 2^-115."""
+    weight = make_weight(generator(), format, 20, 256)
+    x = (normal(generator(), torch.float32, 3, 256) * 2.0**exponent).bfloat16()
+    out = product(weight, x)
+    bound = weight.values.abs().sum(-1) * 2.0 ** max(exponent - 14, -115)
+    assert ((out - x.double() @ weight.values.T).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("format", ["bfloat16", "Q4_1"])
