@@ -1,8 +1,8 @@
 // The inner loops of the packed product with vectors. Only for linear_isa.cpp.
 //
 // A tile is a few tokens by a few vectors of rows, whose sums stay in registers while the columns
-// of a pass go by. Every lane is an output and sees its columns in order, whatever the tile's
-// shape: shapes change speed, never a bit.
+// of a pass, or of a block with scales, go by. Every lane is an output and sees its columns in
+// order, whatever the tile's shape: shapes change speed, never a bit.
 #pragma once
 
 #include "ops/linear_pass_isa.h"
@@ -106,6 +106,7 @@ VL_SIMD void multiply_scaled(const typename Format::Element* input, const float*
   using Rows = TileRows<Format, kVecs>;
   constexpr int kParts = Format::kScales > 1 ? Format::kScales : 1;
   constexpr int kPartSteps = Format::kSteps / kParts;
+  static_assert(kParts == 1 || !Format::kHasMinimum, "a minimum is added once");
 #pragma GCC unroll 2
   for (int i = 0; i < kParts; ++i) {
     typename Format::Sum products[kTokens][kVecs] = {};
