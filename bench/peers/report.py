@@ -75,7 +75,7 @@ def _markdown(result: dict[str, Any], results: Results) -> str:
         *(["**Smoke run: the sizes are tiny and the figures say nothing.**", ""]
           if result["smoke"] else []),
         f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gb']} GB. "
-        f"`bench/peers/run.sh`; medians of {_rounds(results)} round(s), engines in turn.",
+        f"`bench/peers/run.sh`; medians of {_runs(results)} each, engines in turn.",
         f"Read bandwidth, measured before each start: {min(bandwidths):.1f} to "
         f"{max(bandwidths):.1f} GB/s, median {statistics.median(bandwidths):.1f}.",
         f"CPU used by other processes: median {statistics.median(foreign):.0%}, most "
@@ -100,8 +100,15 @@ def _markdown(result: dict[str, Any], results: Results) -> str:
     return "\n".join(lines)
 
 
-def _rounds(results: Results) -> int:
-    return int(max(results.values(None, None, "round"), default=0))
+def _runs(results: Results) -> str:
+    """How many a figure is the median of; fewer where rounds left an engine or workload out."""
+    counts = {
+        len(results.values(engine, workload, "round"))
+        for engine in results.engines
+        for workload in results.workloads
+    } - {0}
+    low, high = min(counts, default=0), max(counts, default=0)
+    return f"{low} to {high} runs" if low < high else f"{high} run(s)"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
