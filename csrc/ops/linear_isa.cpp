@@ -44,7 +44,7 @@ VL_SIMD void for_each_block(const LinearInput& p, int64_t first, int64_t last, P
   }
 }
 
-// [block][token] numbers: the sum of a block.
+// The sum of a block, where the format has minima.
 template <typename T>
 VL_SIMD void sum_block(const LinearInput& p, const T* from, int64_t at) {
   if (p.block_sums == nullptr) return;

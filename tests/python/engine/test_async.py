@@ -42,15 +42,22 @@ async def collect(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
     return [output async for output in outputs]
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 async def wait_idle(engine: AsyncLLMEngine) -> None:
     """Until the engine core itself says that it holds nothing."""
+
+    def is_idle() -> bool:
+        stats = engine.stats()
+        return (stats.num_running, stats.num_waiting, stats.kv_used_blocks) == (0, 0, 0)
+
     async with asyncio.timeout(PATIENCE):
         await engine.drain()
-        while True:
-            stats = engine.stats()
-            if (stats.num_running, stats.num_waiting, stats.kv_used_blocks) == (0, 0, 0):
-                break
-            await asyncio.sleep(0.01)
+    await until(is_idle)
     assert not engine.engine.has_unfinished_requests()
 
 
@@ -238,15 +245,11 @@ def test_full_queue_raises_and_the_others_finish(engine: AsyncLLMEngine) -> None
             )
             for i in range(4)
         ]
-        async with asyncio.timeout(PATIENCE):
-            while engine.stats().num_running < 16:
-                await asyncio.sleep(0.01)
+        await until(lambda: engine.stats().num_running == 16)
         requests = [
             asyncio.create_task(collect(engine.generate("The", greedy(n=4)))) for _ in range(20)
         ]
-        async with asyncio.timeout(PATIENCE):
-            while sum(request.done() for request in requests) < 14:
-                await asyncio.sleep(0.01)
+        await until(lambda: sum(request.done() for request in requests) >= 14)
         for i in range(4):
             await engine.abort(f"long{i}")
         results = await asyncio.gather(*requests, return_exceptions=True)
