@@ -10,11 +10,11 @@
 #include <cstring>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "core/isa.h"
 #include "core/parallel_for.h"
+#include "core/thread_pool.h"
 #include "ops/linear.h"
 
 namespace vllm_lite {
@@ -22,20 +22,6 @@ namespace {
 
 int num_threads = 1;
 int64_t buffer_bytes = int64_t{512} << 20;
-
-// As many equal ranges as there are threads, started for each call: what it costs is in the
-// figures.
-void run_on_threads(int64_t count, int64_t grain, const void* context, ParallelBody body) {
-  const int64_t parts = std::min<int64_t>(num_threads, (count + grain - 1) / grain);
-  const int64_t each = (count + parts - 1) / parts;
-  std::vector<std::thread> threads;
-  for (int64_t part = 1; part < parts; ++part) {
-    threads.emplace_back(body, context, std::min(count, part * each),
-                         std::min(count, (part + 1) * each));
-  }
-  body(context, 0, std::min(count, each));
-  for (std::thread& thread : threads) thread.join();
-}
 
 // Memory in huge pages, mapped once and shared by all benchmarks.
 uint8_t* weights_memory() {
@@ -148,7 +134,7 @@ int main(int argc, char** argv) {
     if (arg.starts_with("--threads=")) vllm_lite::num_threads = std::stoi(arg.substr(10));
     if (arg.starts_with("--bytes=")) vllm_lite::buffer_bytes = std::stoll(arg.substr(8));
   }
-  vllm_lite::set_parallel_backend(vllm_lite::run_on_threads);
+  vllm_lite::set_num_threads(vllm_lite::num_threads);
   vllm_lite::register_all();
   benchmark::RunSpecifiedBenchmarks();
 }

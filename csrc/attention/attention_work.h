@@ -15,6 +15,8 @@
 namespace vllm_lite {
 
 constexpr int32_t kMaxItemRows = 72;
+// Of an item's scratch: with AMX, up to 5 blocks of 16 rows.
+constexpr int32_t kMaxScratchRows = 80;
 constexpr int32_t kMaxHeadSize = 256;
 
 struct AttentionRow {
@@ -43,7 +45,7 @@ static inline int64_t record_floats(int32_t head_size) { return head_size + 16; 
 
 // Floats of scratch one item needs: query, the records of a range and of all, K and V tile, scores.
 static inline int64_t attention_scratch_floats(int32_t head_size) {
-  return kMaxItemRows * (head_size + 2 * record_floats(head_size) + kTileTokens) +
+  return kMaxScratchRows * (head_size + 2 * record_floats(head_size) + kTileTokens) +
          2 * kTileTokens * int64_t{head_size};
 }
 
@@ -65,5 +67,10 @@ namespace avx512_bf16 {
 void attend_item(const AttentionCall& call);
 void merge_item(const AttentionCall& call);
 }  // namespace avx512_bf16
+// For bfloat16, in the cache too.
+namespace amx {
+void attend_item(const AttentionCall& call);
+void merge_item(const AttentionCall& call);
+}  // namespace amx
 
 }  // namespace vllm_lite

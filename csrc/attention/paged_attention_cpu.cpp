@@ -102,14 +102,20 @@ void run_items(const std::vector<AttentionItem>& items, int64_t max_workers, con
   });
 }
 
+bool use_amx(const AttentionCall& call) {
+  return current_isa() == Isa::kAmx && call.params->dtype == DType::kBFloat16 &&
+         call.params->kv_dtype == KvDType::kAsQuery;
+}
 bool use_bf16_pairs(const AttentionCall& call) {
   return current_isa() >= Isa::kAvx512Bf16 && call.params->dtype == DType::kBFloat16;
 }
 void attend(const AttentionCall& call) {
+  if (use_amx(call)) return amx::attend_item(call);
   if (use_bf16_pairs(call)) return avx512_bf16::attend_item(call);
   VL_DISPATCH_ISA(attend_item, call)
 }
 void merge(const AttentionCall& call) {
+  if (use_amx(call)) return amx::merge_item(call);
   if (use_bf16_pairs(call)) return avx512_bf16::merge_item(call);
   VL_DISPATCH_ISA(merge_item, call)
 }

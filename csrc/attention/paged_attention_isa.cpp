@@ -4,7 +4,8 @@
 // values straight from the cache; many rows share a float32 copy of the tile. Where pairs of
 // bfloat16 are multiplied as they are (the weights are rounded then, and so summed), nothing is
 // copied: a number of rows that changed the arithmetic would change bits. Keys of int8 are not,
-// either: widened, they are little work.
+// either: widened, they are little work. With AMX both products run in its tiles
+// (tile_math_amx_isa.h).
 //
 // What a row must not see does not reach it: scores outside its span of the tile are replaced, not
 // multiplied by 0, and the sum over values runs over the span only. So a slot that is unused, or
@@ -13,6 +14,9 @@
 #include "attention/attention_work.h"
 #include "attention/tile_math_isa.h"
 #include "core/simd.h"
+#if defined(VL_ISA_amx)
+#include "attention/tile_math_amx_isa.h"
+#endif
 
 namespace vllm_lite::VL_ISA {
 namespace {
@@ -66,6 +70,11 @@ class ItemRun {
   template <typename U>
   void add_values(const Strips<U>& values, const Strips<char>& ahead, const Spans& spans,
                   float* records) const;
+#if defined(VL_ISA_amx)
+  void attend_tile_by_amx(int64_t start, const Tile& tile, const Tile& next, float* records) const;
+  void add_values_by_amx(int row, int rows, const Tile& tile, const Spans& spans, Fetch& fetch,
+                         float* records) const;
+#endif
   float finish_scores(int row, int64_t start, int begin, int end) const;
   void softmax_rows(int first_row, int rows, int64_t start, const Tile& tile, const Spans& spans,
                     Fetch& fetch, float* records) const;
@@ -73,6 +82,10 @@ class ItemRun {
   int64_t seen_begin(int64_t position) const {
     const int64_t begin = position + 1 - params_.sliding_window;
     return params_.sliding_window == 0 || begin < 0 ? 0 : begin;
+  }
+  void find_span(int row, int64_t start, Spans& spans) const {
+    spans.begin[row] = clamp_to_tile(seen_begin(rows_[row].position) - start);
+    spans.end[row] = clamp_to_tile(int64_t{rows_[row].position} + 1 - start);
   }
   float* row_of(float* records, int row) const { return records + row * record_floats(head_size_); }
 
@@ -113,12 +126,12 @@ ItemRun<T, Stored>::ItemRun(const AttentionCall& call)
     next += floats;
     return taken;
   };
-  query_ = reinterpret_cast<Query*>(take(kMaxItemRows * head_size_));
+  query_ = reinterpret_cast<Query*>(take(kMaxScratchRows * head_size_));
   keys_ = take(kTileTokens * head_size_);
   values_ = take(kTileTokens * head_size_);
-  scores_ = take(kMaxItemRows * kTileTokens);
-  range_total_ = take(kMaxItemRows * record_floats(head_size_));
-  total_ = take(kMaxItemRows * record_floats(head_size_));
+  scores_ = take(kMaxScratchRows * kTileTokens);
+  range_total_ = take(kMaxScratchRows * record_floats(head_size_));
+  total_ = take(kMaxScratchRows * record_floats(head_size_));
 }
 
 template <typename T, typename Stored>
@@ -230,7 +243,16 @@ void ItemRun<T, Stored>::softmax_rows(int first_row, int rows, int64_t start, co
     Fetch::lines(fetch, fetch_lines);
     float* scores = scores_ + row * kTileTokens;
     FloatVec sum = zero();
-    for (int t = spans.begin[row] / kWidth * kWidth; t < spans.end[row]; t += kWidth) {
+    // AMX takes whole strips of the tile's.
+    const int first = kHasAmx<Stored> ? tile.begin : spans.begin[row];
+    const int last = kHasAmx<Stored> ? tile.end : spans.end[row];
+    for (int t = first / kWidth * kWidth; t < last; t += kWidth) {
+#if defined(VL_ISA_amx)
+      if (t + kWidth <= spans.begin[row] || t >= spans.end[row]) {
+        __builtin_memset(reinterpret_cast<BFloat16*>(scores) + t, 0, kWidth * sizeof(BFloat16));
+        continue;
+      }
+#endif
       const FloatVec score = sub(load(scores + t), broadcast(shift[i]));
 #if defined(VL_ISA_avx512_bf16)
       if constexpr (kMeetPairs<Stored>) {
@@ -267,10 +289,7 @@ void ItemRun<T, Stored>::score_rows(const typename Keys<U>::Query* query, const 
     const int rows = min_int(block, num_rows_ - row);
     multiply_keys(rows, query + row * num_words * Keys<U>::kParts, num_words, keys, ahead,
                   tile.begin, tile.end, scores_ + row * kTileTokens);
-    for (int r = row; r < row + rows; ++r) {
-      spans.begin[r] = clamp_to_tile(seen_begin(rows_[r].position) - start);
-      spans.end[r] = clamp_to_tile(int64_t{rows_[r].position} + 1 - start);
-    }
+    for (int r = row; r < row + rows; ++r) find_span(r, start, spans);
     softmax_rows(row, rows, start, tile, spans, fetch, records);
   }
 }
@@ -306,6 +325,81 @@ void ItemRun<T, Stored>::add_values(const Strips<U>& values, const Strips<char>&
     for (int r = row; r < row_end; ++r) add(r, 1, max_int(end, spans.begin[r]), spans.end[r]);
   }
 }
+
+#if defined(VL_ISA_amx)
+// What some rows must not see, as a strip has it, is finite, and its weight 0; if it is not finite,
+// each row is given a copy of its own. What no row of the block sees is copied as zeros.
+template <typename T, typename Stored>
+void ItemRun<T, Stored>::add_values_by_amx(int row, int rows, const Tile& tile, const Spans& spans,
+                                           Fetch& fetch, float* records) const {
+  const auto* const weights = reinterpret_cast<const BFloat16*>(scores_ + row * kTileTokens);
+  auto* const copies = reinterpret_cast<BFloat16*>(values_);
+  // Strips of which all see [begin, end), and some [first, last).
+  Strips<Stored> shown = tile.values;
+  const auto show = [&](int first, int begin, int end, int last) {
+    bool is_finite = true;
+    for (int strip = first / kStripTokens; strip * kStripTokens < last; ++strip) {
+      const int token = strip * kStripTokens;
+      shown.at[strip] = tile.values.at[strip];
+      if (begin <= token && token + kStripTokens <= end) continue;
+      BFloat16* const copy = copies + token * head_size_;
+      is_finite &= copy_shown(tile.values.at[strip], first - token, last - token, head_size_, copy);
+      shown.at[strip] = copy;
+    }
+    return is_finite;
+  };
+  const auto multiply = [&](int first, int last, float* to) {
+    multiply_values(weights, first / kStripTokens, (last + kStripTokens - 1) / kStripTokens, shown,
+                    head_size_, fetch, to);
+  };
+  int begin = 0, end = kTileTokens, first = kTileTokens, last = 0;
+  for (int r = row; r < row + rows; ++r) {
+    begin = max_int(begin, spans.begin[r]);
+    end = min_int(end, spans.end[r]);
+    if (spans.begin[r] >= spans.end[r]) continue;
+    first = min_int(first, spans.begin[r]);
+    last = max_int(last, spans.end[r]);
+  }
+  if (first >= last) return;
+  if (show(first, begin, end, last)) return multiply(first, last, row_of(records, row));
+  float* const of_block = keys_;
+  for (int r = row; r < row + rows; ++r) {
+    if (spans.begin[r] >= spans.end[r]) continue;
+    show(spans.begin[r], spans.begin[r], spans.end[r], spans.end[r]);
+    __builtin_memcpy(of_block, row_of(records, row),
+                     sizeof(float) * kTileRows * record_floats(head_size_));
+    multiply(spans.begin[r], spans.end[r], of_block);
+    __builtin_memcpy(row_of(records, r), row_of(of_block, r - row), sizeof(float) * head_size_);
+  }
+}
+
+// As attend_tile, a block of rows after the other; the first fetches the next tile.
+template <typename T, typename Stored>
+void ItemRun<T, Stored>::attend_tile_by_amx(int64_t start, const Tile& tile, const Tile& next,
+                                            float* records) const {
+  const Strips<char> keys = lines_of(next.keys), values = lines_of(next.values);
+  const char* const softmax_strips[] = {keys.at[2], keys.at[3], values.at[0]};
+  Fetch key_fetch{keys.at, 2, strip_lines<Stored>(head_size_)};
+  Fetch softmax_fetch{softmax_strips, 3, strip_lines<Stored>(head_size_)};
+  Fetch value_fetch{values.at + 1, 3, strip_lines<Stored>(head_size_)};
+  const int first = tile.begin / kStripTokens;
+  const int last = (tile.end + kStripTokens - 1) / kStripTokens;
+  const int block = rows_of_tiles(num_rows_);
+  Spans spans;
+  for (int row = 0; row < num_rows_; row += block) {
+    const auto* query = reinterpret_cast<const BFloat16*>(query_) + row * head_size_;
+    multiply_keys(query, head_size_, tile.keys, first, last, key_fetch,
+                  scores_ + row * kTileTokens);
+    const int rows = min_int(block, num_rows_ - row);
+    for (int r = row; r < row + rows; ++r) find_span(r, start, spans);
+    const int step = rows_of_block(rows);
+    for (int r = row; r < row + rows; r += step) {
+      softmax_rows(r, min_int(step, row + rows - r), start, tile, spans, softmax_fetch, records);
+    }
+    add_values_by_amx(row, rows, tile, spans, value_fetch, records);
+  }
+}
+#endif
 
 template <typename T, typename Stored>
 void ItemRun<T, Stored>::attend_tile(int64_t start, const Tile& tile, const Tile& next,
@@ -353,13 +447,21 @@ void ItemRun<T, Stored>::attend_range(int32_t range, float* records) const {
   for (int current = 0; start < end; start += kTileTokens, current ^= 1) {
     const Tile &tile = tiles[current], &next = tiles[current ^ 1];
     find_next_tile(start + kTileTokens, tiles[current ^ 1]);
-    if (tile.begin < tile.end) attend_tile(start, tile, next, records);
+    if (tile.begin >= tile.end) continue;
+#if defined(VL_ISA_amx)
+    attend_tile_by_amx(start, tile, next, records);
+#else
+    attend_tile(start, tile, next, records);
+#endif
   }
 }
 
 template <typename T, typename Stored>
 void ItemRun<T, Stored>::run() {
   load_query();
+#if defined(VL_ISA_amx)
+  const TileScope tiles(tiles_of_rows(rows_of_tiles(num_rows_)));
+#endif
   const RangeSpan ranges = item_.ranges;
   if (rows_[0].record >= 0) {
     for (int32_t range = ranges.begin; range < ranges.end; ++range) {
@@ -400,7 +502,9 @@ void merge_records(const AttentionCall& call) {
 
 template <typename T>
 void run_item(const AttentionCall& call) {
+#if !defined(VL_ISA_amx)
   if (call.params->kv_dtype == KvDType::kInt8) return ItemRun<T, int8_t>(call).run();
+#endif
   ItemRun<T>(call).run();
 }
 

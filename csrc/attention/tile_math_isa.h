@@ -58,6 +58,14 @@ constexpr bool kHasScales = false;
 template <>
 constexpr bool kHasScales<int8_t> = true;
 
+// Whether a cache of type T is multiplied by AMX tiles (tile_math_amx_isa.h).
+template <typename T>
+constexpr bool kHasAmx = false;
+#if defined(VL_ISA_amx)
+template <>
+constexpr bool kHasAmx<BFloat16> = true;
+#endif
+
 template <typename T>
 constexpr int strip_lines(int head_size) {
   return kStripTokens * head_size * static_cast<int>(sizeof(T)) / 64 + (kHasScales<T> ? 1 : 0);
@@ -76,6 +84,10 @@ struct Fetch {
   int num_strips;
   int strip_lines;
   int strip = 0, line = 0;
+  // So many at each of `steps` fetch all.
+  VL_SIMD int lines_of_step(const Fetch& fetch, int steps) {
+    return (fetch.num_strips * fetch.strip_lines + steps - 1) / steps;
+  }
   VL_SIMD void lines(Fetch& fetch, int count) {
     for (; count > 0 && fetch.strip < fetch.num_strips; --count) {
       prefetch(fetch.strips[fetch.strip] + fetch.line * 64);

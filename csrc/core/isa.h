@@ -29,8 +29,8 @@ const char* isa_name(Isa isa);
 
 }  // namespace vllm_lite
 
-// Declares void name(const Params&) in each instruction set's namespace, and
-// void name##_cpu(const Params&), defined by VL_DEFINE_ISA_DISPATCH, that calls the current one's.
+// Declares void name(const Params&) in each instruction set's namespace; VL_DISPATCH_ISA calls the
+// current one's.
 #define VL_DECLARE_ISA_KERNEL(name, Params) \
   namespace portable {                      \
   void name(const Params& params);          \

@@ -5,27 +5,15 @@
 // order, one TDPBF16PS per 32, whatever tiles are beside it and however many of its rows are used.
 #pragma once
 
+#include "core/amx.h"
 #include "ops/linear_pass_isa.h"
 
 namespace vllm_lite::VL_ISA {
 namespace {
 
-constexpr int64_t kTileTokens = 16;
+constexpr int64_t kTileTokens = kTileRows;
 constexpr int64_t kPartTokens = 2 * kTileTokens;
-constexpr int kTileRowBytes = 64;
 constexpr int kSumsStride = kGroupRows * 4;
-
-// To the compiler a tile instruction reads no memory (GCC's intrinsics do not say so): what it
-// reads through `memory` must have been written by now.
-VL_SIMD void finish_writes(const void* memory) { asm volatile("" : : "r"(memory) : "memory"); }
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
 
 // Up to 16 tokens use as many rows of the tiles; more are padded to a multiple of 16.
 int64_t padded_tokens(int64_t num_tokens) {
@@ -34,21 +22,20 @@ int64_t padded_tokens(int64_t num_tokens) {
 }
 
 // Tiles of a range. 0 to 3 are sums, 4 and 5 input, 6 and 7 weights.
+TileConfig tiles_of_range(int64_t num_tokens) {
+  const int rows = static_cast<int>(num_tokens < kTileTokens ? num_tokens : kTileTokens);
+  TileConfig config;
+  for (int tile = 0; tile < 6; ++tile) TileConfig::set(config, tile, rows, kTileRowBytes);
+  for (int tile = 6; tile < 8; ++tile) TileConfig::set(config, tile, kTileRows, kTileRowBytes);
+  return config;
+}
+
 class ProductScope {
  public:
-  explicit ProductScope(int64_t num_tokens) {
-    TileConfig config;
-    const uint8_t rows = static_cast<uint8_t>(num_tokens < kTileTokens ? num_tokens : kTileTokens);
-    for (int tile = 0; tile < 8; ++tile) {
-      config.row_bytes[tile] = kTileRowBytes;
-      config.rows[tile] = tile < 6 ? rows : 16;
-    }
-    finish_writes(&config);
-    _tile_loadconfig(&config);
-  }
-  ~ProductScope() { _tile_release(); }
-  ProductScope(const ProductScope&) = delete;
-  ProductScope& operator=(const ProductScope&) = delete;
+  explicit ProductScope(int64_t num_tokens) : tiles_(tiles_of_range(num_tokens)) {}
+
+ private:
+  TileScope tiles_;
 };
 
 // 16 tokens by the group's 4 panels, whose weights no later tile of the pass reads.

@@ -18,8 +18,7 @@ from vllm_lite import ops
 
 CUDA_BACK_ENDS = ("cuda_on_host", "cuda")
 CUDA_PARAMS = ["cuda_on_host", pytest.param("cuda", marks=pytest.mark.cuda)]
-# With AMX all ops but linear use the kernels of the sets before it.
-CPU_PARAMS = [isa for isa in ops.cpu_isas() if isa != "amx"]
+CPU_PARAMS = ops.cpu_isas()
 PARAMS = [*CPU_PARAMS, *CUDA_PARAMS]
 
 
