@@ -1,6 +1,6 @@
 // linear_isa.cpp as it is compiled for AMX, under a namespace of its own and with the tile
 // instructions in software.
-#include "amx_on_host.h"
+#include "../core/amx_on_host.h"
 #include "ops/linear_kernels.h"
 
 namespace vllm_lite::amx_on_host_kernels {

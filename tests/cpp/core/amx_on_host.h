@@ -1,11 +1,13 @@
-// The tile instructions of <immintrin.h> that linear_amx_isa.h uses, in software: what Intel's
-// manual (TILELOADD, TILESTORED, TDPBF16PS) says of the configured rows and bytes. A use of a tile
-// that is not configured, or of operands that do not fit each other, aborts. Of internal linkage:
-// it is compiled with instructions that the test itself must do without.
+// The tile instructions of <immintrin.h> that the kernels use, in software: what Intel's manual
+// (TILELOADD, TILESTORED, TDPBF16PS) says of the configured rows and bytes, but that subnormal
+// numbers are not taken for zeros. A use of a tile that is not configured, or of operands that do
+// not fit each other, aborts. Of internal linkage: it is compiled with instructions that the test
+// itself must do without.
 #pragma once
 
 #include <immintrin.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -65,18 +67,25 @@ struct Tiles {
     return value;
   }
 
-  // sums[m][n] += a[m][2k] * b[k][2n] + a[m][2k + 1] * b[k][2n + 1], k in order
+  void zero(size_t tile) {
+    require(configured && rows[tile] > 0);
+    std::memset(data[tile], 0, sizeof(data[tile]));
+  }
+
+  // sums[m][n] += the sum over k of a[m][2k] * b[k][2n], plus that of a[m][2k+1] * b[k][2n+1]
   void multiply(size_t sums, size_t a, size_t b) {
     require(configured && rows[sums] == rows[a] && row_bytes[sums] == row_bytes[b] &&
             row_bytes[a] == 4 * rows[b]);
     for (int m = 0; m < rows[sums]; ++m) {
-      for (int k = 0; k < rows[b]; ++k) {
-        for (int n = 0; n < row_bytes[sums] / 4; ++n) {
+      for (int n = 0; n < row_bytes[sums] / 4; ++n) {
+        float products[2] = {};
+        for (int k = 0; k < rows[b]; ++k) {
           for (int half = 0; half < 2; ++half) {
-            at<float>(sums, m, n) +=
-                widen(at<uint16_t>(a, m, 2 * k + half)) * widen(at<uint16_t>(b, k, 2 * n + half));
+            products[half] = std::fma(widen(at<uint16_t>(a, m, 2 * k + half)),
+                                      widen(at<uint16_t>(b, k, 2 * n + half)), products[half]);
           }
         }
+        at<float>(sums, m, n) += products[0] + products[1];
       }
     }
   }
@@ -88,12 +97,14 @@ thread_local Tiles tiles;
 
 #undef _tile_loadconfig
 #undef _tile_release
+#undef _tile_zero
 #undef _tile_loadd
 #undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #define _tile_loadconfig(config) ::vllm_lite::amx_on_host::tiles.load_config(config)
 #define _tile_release() (::vllm_lite::amx_on_host::tiles.configured = false)
+#define _tile_zero(tile) ::vllm_lite::amx_on_host::tiles.zero(tile)
 #define _tile_loadd(tile, from, stride) ::vllm_lite::amx_on_host::tiles.load(tile, from, stride)
 #define _tile_stream_loadd(tile, from, stride) _tile_loadd(tile, from, stride)
 #define _tile_stored(tile, to, stride) ::vllm_lite::amx_on_host::tiles.store(tile, to, stride)
