@@ -252,11 +252,16 @@ VL_SIMD FloatVec widen_upper(IntLanes pairs, BFloat16) {
   return from_bits(pairs & static_cast<int32_t>(0xffff0000u));
 }
 VL_SIMD void store(BFloat16* p, FloatVec a) {
+#if defined(VL_ISA_avx512_bf16)
+  // A subnormal number becomes 0.
+  const __m256bh halves = _mm512_maskz_cvtneps_pbh(kAllLanes, (__m512)a.v);
+#else
   const IntLanes bits = bits_of(a);
   const IntLanes rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   const IntLanes quiet = bits >> 16 | 0x40;
   const HalfLanes halves =
       __builtin_convertvector((a.v != a.v ? quiet : rounded) & 0xffff, HalfLanes);
+#endif
   __builtin_memcpy(p, &halves, sizeof(halves));
 }
 

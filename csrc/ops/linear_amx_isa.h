@@ -38,16 +38,37 @@ class ProductScope {
   TileScope tiles_;
 };
 
+// Where a token's block is among the prepared ones: a tile of tokens' blocks lie in order.
+VL_SIMD int64_t prepared_at(int64_t token, int64_t block, int64_t prepared_tokens,
+                            int64_t num_blocks) {
+  const int64_t rows = prepared_tokens < kTileTokens ? prepared_tokens : kTileTokens;
+  return (token / kTileTokens * num_blocks + block) * rows + token % kTileTokens;
+}
+
+// Elements from a block of a tile of tokens to the next, and from a tile to the next.
+VL_SIMD int64_t block_stride(const Pass& pass) {
+  return (pass.input_tokens < kTileTokens ? pass.input_tokens : kTileTokens) * kBlockColumns;
+}
+VL_SIMD int64_t tile_stride(const Pass& pass) { return pass.total_blocks * block_stride(pass); }
+
 // 16 tokens by the group's 4 panels, whose weights no later tile of the pass reads.
-void multiply_16_tokens(const Pass& pass, int64_t token) {
-  float* const sums = pass.sums + token * kGroupRows;
-  finish_writes(sums);
-  _tile_loadd(0, sums, kSumsStride);
-  _tile_loadd(1, sums + kLanes, kSumsStride);
-  _tile_loadd(2, sums + 2 * kLanes, kSumsStride);
-  _tile_loadd(3, sums + 3 * kLanes, kSumsStride);
-  const auto* input = static_cast<const BFloat16*>(pass.input) + token * kBlockColumns;
-  for (int64_t b = 0; b < pass.num_blocks; ++b, input += pass.input_tokens * kBlockColumns) {
+void multiply_16_tokens(const Pass& pass, int64_t token, float* sums) {
+  if (pass.is_first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, kSumsStride);
+    _tile_loadd(1, sums + kLanes, kSumsStride);
+    _tile_loadd(2, sums + 2 * kLanes, kSumsStride);
+    _tile_loadd(3, sums + 3 * kLanes, kSumsStride);
+  }
+  const int64_t stride = block_stride(pass);
+  const auto* input =
+      static_cast<const BFloat16*>(pass.input) + token / kTileTokens * tile_stride(pass);
+  finish_writes(input);
+  for (int64_t b = 0; b < pass.num_blocks; ++b, input += stride) {
     const int64_t at = DenseBFloat16::kLayout.block_offset(pass.first_block + b);
     _tile_loadd(4, input, kTileRowBytes);
     _tile_stream_loadd(6, pass.panels[0] + at, kTileRowBytes);
@@ -66,23 +87,33 @@ void multiply_16_tokens(const Pass& pass, int64_t token) {
 }
 
 // 32 tokens by 2 panels, `panel` and the next.
-void multiply_32_tokens(const Pass& pass, int64_t token, int panel) {
-  float* const sums = pass.sums + token * kGroupRows + panel * kLanes;
+void multiply_32_tokens(const Pass& pass, int64_t token, int panel, float* sums) {
+  sums += panel * kLanes;
   float* const later_sums = sums + kTileTokens * kGroupRows;
-  finish_writes(sums);
-  _tile_loadd(0, sums, kSumsStride);
-  _tile_loadd(1, sums + kLanes, kSumsStride);
-  _tile_loadd(2, later_sums, kSumsStride);
-  _tile_loadd(3, later_sums + kLanes, kSumsStride);
-  const auto* input = static_cast<const BFloat16*>(pass.input) + token * kBlockColumns;
-  for (int64_t b = 0; b < pass.num_blocks; ++b, input += pass.input_tokens * kBlockColumns) {
+  if (pass.is_first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, kSumsStride);
+    _tile_loadd(1, sums + kLanes, kSumsStride);
+    _tile_loadd(2, later_sums, kSumsStride);
+    _tile_loadd(3, later_sums + kLanes, kSumsStride);
+  }
+  const int64_t stride = block_stride(pass);
+  const auto* input =
+      static_cast<const BFloat16*>(pass.input) + token / kTileTokens * tile_stride(pass);
+  const auto* later = input + tile_stride(pass);
+  finish_writes(input);
+  for (int64_t b = 0; b < pass.num_blocks; ++b, input += stride, later += stride) {
     const int64_t at = DenseBFloat16::kLayout.block_offset(pass.first_block + b);
     _tile_loadd(4, input, kTileRowBytes);
     _tile_loadd(6, pass.panels[panel] + at, kTileRowBytes);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, pass.panels[panel + 1] + at, kTileRowBytes);
     _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, input + kTileTokens * kBlockColumns, kTileRowBytes);
+    _tile_loadd(5, later, kTileRowBytes);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
@@ -94,16 +125,24 @@ void multiply_32_tokens(const Pass& pass, int64_t token, int panel) {
 
 struct TileProduct {
   static constexpr int64_t kElementBytes = sizeof(BFloat16);
-  // 32 tokens by 64 rows of sums go to memory and back in a pass: longer than with vectors.
-  static constexpr int64_t kBlocks = 4 * kPassBlocks;
+  // 32 tokens by 64 rows of sums go to memory and back between passes: longer than with vectors.
+  static constexpr int64_t kBlocks = 8 * kPassBlocks;
 
-  static void multiply(const Pass& pass, uint8_t*) {
-    int64_t token = 0;
-    for (; token + kTileTokens < pass.num_tokens; token += 2 * kTileTokens) {
-      multiply_32_tokens(pass, token, 0);
-      if (pass.num_panels > 2) multiply_32_tokens(pass, token, 2);
+  // Sums of a single pass stay in L1: each 32 tokens' in the place of those before.
+  template <typename Finish>
+  static void multiply(const Pass& pass, uint8_t*, Finish finish) {
+    for (int64_t token = 0; token < pass.num_tokens; token += 2 * kTileTokens) {
+      const bool is_only = pass.is_first && pass.is_last;
+      float* const sums = pass.sums + (is_only ? 0 : token * kGroupRows);
+      const int64_t left = pass.num_tokens - token;
+      if (left <= kTileTokens) {
+        multiply_16_tokens(pass, token, sums);
+      } else {
+        multiply_32_tokens(pass, token, 0, sums);
+        if (pass.num_panels > 2) multiply_32_tokens(pass, token, 2, sums);
+      }
+      if (pass.is_last) finish(token, left < 2 * kTileTokens ? left : 2 * kTileTokens, sums);
     }
-    if (token < pass.num_tokens) multiply_16_tokens(pass, token);
   }
 };
 

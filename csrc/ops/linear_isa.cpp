@@ -31,7 +31,7 @@ VL_SIMD void for_each_block(const LinearInput& p, int64_t first, int64_t last, P
   for (int64_t token = first; token < last; ++token) {
     const T* from = static_cast<const T*>(p.input) + token * p.input_stride;
     for (int64_t block = 0; block < num_blocks; ++block, from += kBlockColumns) {
-      const int64_t at = block * p.prepared_tokens + token;
+      const int64_t at = prepared_at(token, block, p.prepared_tokens, num_blocks);
       const int64_t columns = token < p.num_tokens ? p.columns - block * kBlockColumns : 0;
       if (columns >= kBlockColumns) {
         prepare(from, at);
@@ -94,18 +94,17 @@ VL_SIMD void finish_vec(FloatVec sum, const T* bias, T* out, int count) {
   kWhole ? store(out, sum) : store_partial(out, sum, count);
 }
 
-// Sums of a group of panels: the rows' scales, the bias, out's dtype.
+// Some tokens' sums of a group of panels: the rows' scales, the bias, out's dtype.
 template <typename T>
-void finish(const LinearCall& call, const LinearRange& range, int64_t panel, int64_t num_panels,
-            const uint8_t* first_panel) {
+void finish(const LinearCall& call, int64_t first_token, int64_t num_tokens, const float* sums,
+            int64_t panel, int64_t num_panels, const uint8_t* first_panel) {
   const int64_t stride = panel_bytes(call.format, call.columns);
   const int64_t first_row = panel * kPanelRows;
   const int64_t panel_rows = num_panels * kPanelRows, rows_left = call.rows - first_row;
   const int64_t num_rows = panel_rows < rows_left ? panel_rows : rows_left;
   const T* bias = call.bias ? static_cast<const T*>(call.bias) + first_row : nullptr;
-  for (int64_t token = 0; token < range.num_tokens; ++token) {
-    const float* sums = range.sums + token * kGroupRows;
-    T* out = static_cast<T*>(call.out) + (range.first_token + token) * call.out_stride + first_row;
+  for (int64_t token = 0; token < num_tokens; ++token, sums += kGroupRows) {
+    T* out = static_cast<T*>(call.out) + (first_token + token) * call.out_stride + first_row;
     for (int64_t row = 0; row < num_rows; row += kWidth) {
       FloatVec sum = load(sums + row);
       if (call.format == WeightFormat::kInt8) {
@@ -129,8 +128,17 @@ void multiply_group(const LinearCall& call, const LinearRange& range, int64_t pa
                     int64_t num_panels, const uint8_t* first_panel) {
   const int64_t num_blocks = num_column_blocks(call.columns);
   const int64_t stride = panel_bytes(call.format, call.columns);
-  const int64_t num_sums = padded_tokens(range.num_tokens) * kGroupRows;
-  for (int64_t i = 0; i < num_sums; i += kWidth) store(range.sums + i, zero());
+  const auto finish_tokens = [&](int64_t token, int64_t num_tokens, const float* sums) {
+    const int64_t first = range.first_token + token;
+    switch (call.out_dtype) {
+      case DType::kFloat32:
+        return finish<float>(call, first, num_tokens, sums, panel, num_panels, first_panel);
+      case DType::kBFloat16:
+        return finish<BFloat16>(call, first, num_tokens, sums, panel, num_panels, first_panel);
+      case DType::kFloat16:
+        return finish<Float16>(call, first, num_tokens, sums, panel, num_panels, first_panel);
+    }
+  };
 
   // Equal passes, each of which fetches the next; eight blocks where columns come by 256.
   const int64_t num_passes = (num_blocks + Product::kBlocks - 1) / Product::kBlocks;
@@ -141,30 +149,24 @@ void multiply_group(const LinearCall& call, const LinearRange& range, int64_t pa
   pass.input_tokens = call.prepared_tokens;
   pass.num_panels = num_panels;
   pass.num_tokens = range.num_tokens;
+  pass.total_blocks = num_blocks;
   for (int64_t block = 0; block < num_blocks; block += pass_blocks) {
-    const int64_t at = block * call.prepared_tokens + range.first_token;
+    const int64_t at = prepared_at(range.first_token, block, call.prepared_tokens, num_blocks);
     const int64_t blocks_left = num_blocks - block;
-    const bool is_last = blocks_left <= pass_blocks;
+    pass.is_first = block == 0;
+    pass.is_last = blocks_left <= pass_blocks;
     for (int64_t p = 0; p < kGroupPanels; ++p) {
       pass.panels[p] = first_panel + (p < num_panels ? p : num_panels - 1) * stride;
-      pass.next[p] = is_last ? pass.panels[p] + kGroupPanels * stride + layout.super_offset(0)
-                             : pass.panels[p] + layout.super_offset(block + pass_blocks);
+      pass.next[p] = pass.is_last ? pass.panels[p] + kGroupPanels * stride + layout.super_offset(0)
+                                  : pass.panels[p] + layout.super_offset(block + pass_blocks);
     }
     pass.input =
         static_cast<const uint8_t*>(call.prepared) + at * kBlockColumns * Product::kElementBytes;
     pass.input_scales = call.input_scales ? call.input_scales + at : nullptr;
     pass.block_sums = call.block_sums ? call.block_sums + at : nullptr;
     pass.first_block = block;
-    pass.num_blocks = is_last ? blocks_left : pass_blocks;
-    Product::multiply(pass, range.widened);
-  }
-  switch (call.out_dtype) {
-    case DType::kFloat32:
-      return finish<float>(call, range, panel, num_panels, first_panel);
-    case DType::kBFloat16:
-      return finish<BFloat16>(call, range, panel, num_panels, first_panel);
-    case DType::kFloat16:
-      return finish<Float16>(call, range, panel, num_panels, first_panel);
+    pass.num_blocks = pass.is_last ? blocks_left : pass_blocks;
+    Product::multiply(pass, range.widened, finish_tokens);
   }
 }
 

@@ -18,9 +18,9 @@ constexpr int64_t kPassBlocks = 8;
 // A block of a panel, widened to 32 bits per weight, with two scales.
 constexpr int64_t kWidenedBlockBytes = (kBlockColumns + 2) * kPanelRows * 4;
 
-// The input in the order in which the kernels read it: [block][token][32 columns], zeros after the
-// last column and the last token. For quantised weights, unless it is of float32, a block is
-// integers of 16 bits, the largest of which is 32767, and their scale.
+// The input in the order in which the kernels read it: [block][token][32 columns] (AMX: of every 16
+// tokens), zeros after the last column and the last token. For quantised weights, unless it is of
+// float32, a block is integers of 16 bits, the largest of which is 32767, and their scale.
 struct LinearInput {
   void* prepared;     // elements of the kernel's type
   float* scales;      // [block][token], of integers; otherwise nullptr

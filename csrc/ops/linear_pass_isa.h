@@ -9,16 +9,18 @@ namespace {
 
 // Some blocks of columns of one group of panels, times all tokens of a range.
 struct Pass {
-  float* sums;                // [tokens][kGroupRows], added to
-  const void* input;          // [block][tokens][kBlockColumns] of the format's Element
+  float* sums;                // [tokens][kGroupRows], added to unless it is the first pass
+  const void* input;          // of the format's Element, from the pass's first block on
   const float* input_scales;  // [block][tokens], of integers
   const float* block_sums;    // [block][tokens], where the format has minima
-  int64_t input_tokens;       // tokens between blocks
+  int64_t input_tokens;       // of a prepared block
   const uint8_t* panels[kGroupPanels];
   const uint8_t* next[kGroupPanels];  // where the next pass, or the next group's first, begins
   int64_t num_panels;                 // of the group; `panels` after them are the last one again
   int64_t first_block, num_blocks;    // in the panels; what is of the input begins with the first
+  int64_t total_blocks;               // of all passes
   int64_t num_tokens;
+  bool is_first, is_last;  // the last finishes what it has summed
 };
 
 }  // namespace

@@ -229,13 +229,31 @@ void multiply_tokens(const Pass& pass) {
   }
 }
 
+int64_t padded_tokens(int64_t num_tokens) { return num_tokens == 1 ? 1 : (num_tokens + 1) / 2 * 2; }
+
+// Where a token's block is among the prepared ones: beside the other tokens'.
+VL_SIMD int64_t prepared_at(int64_t token, int64_t block, int64_t prepared_tokens, int64_t) {
+  return block * prepared_tokens + token;
+}
+
 // Products of a format by vectors, a pass of kBlocks blocks at a time.
 template <typename Format>
 struct VectorProduct {
   static constexpr int64_t kElementBytes = sizeof(typename Format::Element);
   static constexpr int64_t kBlocks = kPassBlocks;
 
-  static void multiply(const Pass& pass, uint8_t* widened) {
+  template <typename Finish>
+  static void multiply(const Pass& pass, uint8_t* widened, Finish finish) {
+    if (pass.is_first) {
+      const int64_t num_sums = padded_tokens(pass.num_tokens) * kGroupRows;
+      for (int64_t i = 0; i < num_sums; i += kWidth) store(pass.sums + i, zero());
+    }
+    add_products(pass, widened);
+    if (pass.is_last) finish(0, pass.num_tokens, pass.sums);
+  }
+
+ private:
+  static void add_products(const Pass& pass, uint8_t* widened) {
     if (pass.num_tokens <= Format::kDirectTokens) return multiply_tokens<Format>(pass);
     if constexpr (Format::kDirectTokens < kRangeTokens) {
       using Wide = Widened<Format>;
@@ -258,8 +276,6 @@ struct VectorProduct {
     }
   }
 };
-
-int64_t padded_tokens(int64_t num_tokens) { return num_tokens == 1 ? 1 : (num_tokens + 1) / 2 * 2; }
 
 // Around a range's products: nothing to set up.
 struct ProductScope {

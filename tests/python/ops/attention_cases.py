@@ -86,7 +86,7 @@ def _attention(shape: Shape, generator: torch.Generator, dtype: torch.dtype) -> 
     )
     # Tensor cores take the weights in 16 bits, and so do AVX-512-BF16's pairs: half a unit of their
     # last place. With int8 keys the query has 16 bits.
-    is_pairs = dtype == torch.bfloat16 and ops.current_cpu_isa() == "avx512_bf16"
+    is_pairs = dtype == torch.bfloat16 and ops.current_cpu_isa() in ("avx512_bf16", "amx")
     absolute = torch.finfo(dtype).eps / 2 * largest if on_cuda or is_pairs else 0.0
     if shape.int8:
         absolute = 2**-15 * largest
