@@ -117,7 +117,7 @@ void register_all() {
         const std::string name = std::string(isa_name(isa)) + "/" + format.name + "/" + shape.name;
         auto* bench = benchmark::RegisterBenchmark(
             name.c_str(), [=](benchmark::State& state) { multiply(state, isa, format, shape); });
-        for (int64_t tokens : {1, 2, 4, 8, 16, 32, 128, 512}) bench->Arg(tokens);
+        for (int64_t tokens : {1, 2, 4, 8, 16, 32, 64, 128, 512}) bench->Arg(tokens);
         bench->UseRealTime();
       }
     }

@@ -51,6 +51,22 @@ VL_SIMD int64_t block_stride(const Pass& pass) {
 }
 VL_SIMD int64_t tile_stride(const Pass& pass) { return pass.total_blocks * block_stride(pass); }
 
+// The weight comes from memory for the first tokens of a range, which fetch it into L2 so many
+// blocks ahead: the processor itself does so within a page only. When a panel ends, it goes on with
+// that `step` panels on, in this group or where the next pass begins.
+constexpr int64_t kBlocksAhead = 8;
+VL_SIMD void fetch_ahead(const Pass& pass, int panel, int step, int64_t block) {
+  constexpr int64_t kBlockBytes = DenseBFloat16::kBlockBytes, kLineBytes = 64;
+  const int64_t ahead = block + kBlocksAhead, past = ahead - pass.num_blocks;
+  const int later = panel + step;
+  const uint8_t* from = past < 0 ? pass.panels[panel] + (pass.first_block + ahead) * kBlockBytes
+                        : later < kGroupPanels
+                            ? pass.panels[later] + (pass.first_block + past) * kBlockBytes
+                            : pass.next[later % kGroupPanels] + past * kBlockBytes;
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kBlockBytes; i += kLineBytes) __builtin_prefetch(from + i, 0, 2);
+}
+
 // 16 tokens by the group's 4 panels, whose weights no later tile of the pass reads.
 void multiply_16_tokens(const Pass& pass, int64_t token, float* sums) {
   if (pass.is_first) {
@@ -70,14 +86,15 @@ void multiply_16_tokens(const Pass& pass, int64_t token, float* sums) {
   finish_writes(input);
   for (int64_t b = 0; b < pass.num_blocks; ++b, input += stride) {
     const int64_t at = DenseBFloat16::kLayout.block_offset(pass.first_block + b);
+    for (int panel = 0; panel < kGroupPanels; ++panel) fetch_ahead(pass, panel, kGroupPanels, b);
     _tile_loadd(4, input, kTileRowBytes);
-    _tile_stream_loadd(6, pass.panels[0] + at, kTileRowBytes);
+    _tile_loadd(6, pass.panels[0] + at, kTileRowBytes);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_stream_loadd(7, pass.panels[1] + at, kTileRowBytes);
+    _tile_loadd(7, pass.panels[1] + at, kTileRowBytes);
     _tile_dpbf16ps(1, 4, 7);
-    _tile_stream_loadd(6, pass.panels[2] + at, kTileRowBytes);
+    _tile_loadd(6, pass.panels[2] + at, kTileRowBytes);
     _tile_dpbf16ps(2, 4, 6);
-    _tile_stream_loadd(7, pass.panels[3] + at, kTileRowBytes);
+    _tile_loadd(7, pass.panels[3] + at, kTileRowBytes);
     _tile_dpbf16ps(3, 4, 7);
   }
   _tile_stored(0, sums, kSumsStride);
@@ -108,6 +125,10 @@ void multiply_32_tokens(const Pass& pass, int64_t token, int panel, float* sums)
   finish_writes(input);
   for (int64_t b = 0; b < pass.num_blocks; ++b, input += stride, later += stride) {
     const int64_t at = DenseBFloat16::kLayout.block_offset(pass.first_block + b);
+    if (token == 0) {
+      fetch_ahead(pass, panel, 2, b);
+      fetch_ahead(pass, panel + 1, 2, b);
+    }
     _tile_loadd(4, input, kTileRowBytes);
     _tile_loadd(6, pass.panels[panel] + at, kTileRowBytes);
     _tile_dpbf16ps(0, 4, 6);
