@@ -39,13 +39,16 @@ uint8_t* weights_memory() {
 
 void read_memory(benchmark::State& state) {
   const uint8_t* const memory = weights_memory();
+  constexpr int64_t kAhead = 1024, kLine = 8, kLines = 4;  // words
   for (auto _ : state) {
     parallel_for(num_threads, 1, [&](int64_t begin, int64_t end) {
       const int64_t each = buffer_bytes / num_threads / 8;
       const auto* from = reinterpret_cast<const uint64_t*>(memory) + begin * each;
-      uint64_t sums[32] = {};
-      for (int64_t i = 0; i < (end - begin) * each; i += 32) {
-        for (int lane = 0; lane < 32; ++lane) sums[lane] += from[i + lane];
+      uint64_t sums[kLines * kLine] = {};
+      for (int64_t i = 0; i < (end - begin) * each; i += kLines * kLine) {
+        for (int64_t j = 0; j < kLines; ++j)
+          __builtin_prefetch(from + i + kAhead + j * kLine, 0, 2);
+        for (int64_t j = 0; j < kLines * kLine; ++j) sums[j] += from[i + j];
       }
       benchmark::DoNotOptimize(sums);
     });
