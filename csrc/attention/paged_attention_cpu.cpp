@@ -84,20 +84,28 @@ void check_indices(const PagedAttentionParams& params) {
   }
 }
 
-// Workers take the next item until none is left, so that unequal items balance. run(item, next) is
-// also told what the worker will take after it if all go on in turn.
+// Workers take the next items until none is left, so that unequal items balance: `step` at a time
+// where there are many. run(item, next) is also told what the worker will take after it if all go
+// on in turn.
 template <typename Run>
-void run_items(const std::vector<AttentionItem>& items, int64_t max_workers, const Run& run) {
+void run_items(const std::vector<AttentionItem>& items, int64_t step, int64_t max_workers,
+               const Run& run) {
+  constexpr int64_t kMany = 64;
   const int64_t count = static_cast<int64_t>(items.size());
+  if (count < kMany * step) step = 1;
   std::atomic<int64_t> taken{0}, num_workers{0};
-  parallel_for(std::min(count, max_workers), 1, [&](int64_t, int64_t) {
+  parallel_for(std::min(ceil_div(count, step), max_workers), 1, [&](int64_t, int64_t) {
     num_workers.fetch_add(1, std::memory_order_relaxed);
     for (;;) {
-      const int64_t i = taken.fetch_add(1, std::memory_order_relaxed);
-      if (i >= count) return;
-      const int64_t next = i + num_workers.load(std::memory_order_relaxed);
-      run(items[static_cast<size_t>(i)],
-          next < count ? &items[static_cast<size_t>(next)] : nullptr);
+      const int64_t first = taken.fetch_add(step, std::memory_order_relaxed);
+      if (first >= count) return;
+      const int64_t end = std::min(first + step, count);
+      for (int64_t i = first; i < end; ++i) {
+        const int64_t others = (num_workers.load(std::memory_order_relaxed) - 1) * step;
+        const int64_t next = i + 1 < end ? i + 1 : i + 1 + others;
+        run(items[static_cast<size_t>(i)],
+            next < count ? &items[static_cast<size_t>(next)] : nullptr);
+      }
     }
   });
 }
@@ -141,7 +149,7 @@ void paged_attention_cpu(const PagedAttentionParams& params) {
   const int64_t max_workers = std::max<int64_t>(1, plan.work() / kMinWorkerWork);
   const auto run_all = [&](const std::vector<AttentionItem>& items,
                            void (*function)(const AttentionCall&)) {
-    run_items(items, max_workers, [&](const AttentionItem& item, const AttentionItem* next) {
+    run_items(items, params.num_kv_heads, max_workers, [&](const AttentionItem& item, const AttentionItem* next) {
       static thread_local Buffer scratch;
       function({&params, plan.rows().data(), &item, next, records,
                 scratch.reserve(attention_scratch_floats(params.head_size))});
