@@ -149,11 +149,12 @@ void paged_attention_cpu(const PagedAttentionParams& params) {
   const int64_t max_workers = std::max<int64_t>(1, plan.work() / kMinWorkerWork);
   const auto run_all = [&](const std::vector<AttentionItem>& items,
                            void (*function)(const AttentionCall&)) {
-    run_items(items, params.num_kv_heads, max_workers, [&](const AttentionItem& item, const AttentionItem* next) {
-      static thread_local Buffer scratch;
-      function({&params, plan.rows().data(), &item, next, records,
-                scratch.reserve(attention_scratch_floats(params.head_size))});
-    });
+    run_items(items, params.num_kv_heads, max_workers,
+              [&](const AttentionItem& item, const AttentionItem* next) {
+                static thread_local Buffer scratch;
+                function({&params, plan.rows().data(), &item, next, records,
+                          scratch.reserve(attention_scratch_floats(params.head_size))});
+              });
   };
   run_all(plan.items(), attend);
   run_all(plan.merges(), merge);
