@@ -46,8 +46,9 @@ void read_memory(benchmark::State& state) {
       const auto* from = reinterpret_cast<const uint64_t*>(memory) + begin * each;
       uint64_t sums[kLines * kLine] = {};
       for (int64_t i = 0; i < (end - begin) * each; i += kLines * kLine) {
-        for (int64_t j = 0; j < kLines; ++j)
-          __builtin_prefetch(from + i + kAhead + j * kLine, 0, 2);
+        for (int64_t line = 0; line < kLines; ++line) {
+          __builtin_prefetch(from + i + kAhead + line * kLine, 0, 2);
+        }
         for (int64_t j = 0; j < kLines * kLine; ++j) sums[j] += from[i + j];
       }
       benchmark::DoNotOptimize(sums);

@@ -243,9 +243,10 @@ void ItemRun<T, Stored>::softmax_rows(int first_row, int rows, int64_t start, co
     Fetch::lines(fetch, fetch_lines);
     float* scores = scores_ + row * kTileTokens;
     FloatVec sum = zero();
-    // AMX takes whole strips of the tile's.
-    const int first = kHasAmx<Stored> ? tile.begin : spans.begin[row];
-    const int last = kHasAmx<Stored> ? tile.end : spans.end[row];
+    int first = spans.begin[row], last = spans.end[row];
+#if defined(VL_ISA_amx)
+    first = tile.begin, last = tile.end;  // whole strips, of all that some row sees
+#endif
     for (int t = first / kWidth * kWidth; t < last; t += kWidth) {
 #if defined(VL_ISA_amx)
       if (t + kWidth <= spans.begin[row] || t >= spans.end[row]) {

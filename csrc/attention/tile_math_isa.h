@@ -58,14 +58,6 @@ constexpr bool kHasScales = false;
 template <>
 constexpr bool kHasScales<int8_t> = true;
 
-// Whether a cache of type T is multiplied by AMX tiles (tile_math_amx_isa.h).
-template <typename T>
-constexpr bool kHasAmx = false;
-#if defined(VL_ISA_amx)
-template <>
-constexpr bool kHasAmx<BFloat16> = true;
-#endif
-
 template <typename T>
 constexpr int strip_lines(int head_size) {
   return kStripTokens * head_size * static_cast<int>(sizeof(T)) / 64 + (kHasScales<T> ? 1 : 0);

@@ -51,6 +51,28 @@ VL_SIMD int64_t block_stride(const Pass& pass) {
 }
 VL_SIMD int64_t tile_stride(const Pass& pass) { return pass.total_blocks * block_stride(pass); }
 
+// The four tiles of sums: from 0 in a first pass, else from what the one before has left.
+VL_SIMD void start_sums(const Pass& pass, const float* a, const float* b, const float* c,
+                        const float* d) {
+  if (pass.is_first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, a, kSumsStride);
+    _tile_loadd(1, b, kSumsStride);
+    _tile_loadd(2, c, kSumsStride);
+    _tile_loadd(3, d, kSumsStride);
+  }
+}
+VL_SIMD void store_sums(float* a, float* b, float* c, float* d) {
+  _tile_stored(0, a, kSumsStride);
+  _tile_stored(1, b, kSumsStride);
+  _tile_stored(2, c, kSumsStride);
+  _tile_stored(3, d, kSumsStride);
+}
+
 // The weight comes from memory for the first tokens of a range, which fetch it into L2 so many
 // blocks ahead: the processor itself does so within a page only. When a panel ends, it goes on with
 // that `step` panels on, in this group or where the next pass begins.
@@ -69,17 +91,7 @@ VL_SIMD void fetch_ahead(const Pass& pass, int panel, int step, int64_t block) {
 
 // 16 tokens by the group's 4 panels, whose weights no later tile of the pass reads.
 void multiply_16_tokens(const Pass& pass, int64_t token, float* sums) {
-  if (pass.is_first) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  } else {
-    _tile_loadd(0, sums, kSumsStride);
-    _tile_loadd(1, sums + kLanes, kSumsStride);
-    _tile_loadd(2, sums + 2 * kLanes, kSumsStride);
-    _tile_loadd(3, sums + 3 * kLanes, kSumsStride);
-  }
+  start_sums(pass, sums, sums + kLanes, sums + 2 * kLanes, sums + 3 * kLanes);
   const int64_t stride = block_stride(pass);
   const auto* input =
       static_cast<const BFloat16*>(pass.input) + token / kTileTokens * tile_stride(pass);
@@ -97,27 +109,14 @@ void multiply_16_tokens(const Pass& pass, int64_t token, float* sums) {
     _tile_loadd(7, pass.panels[3] + at, kTileRowBytes);
     _tile_dpbf16ps(3, 4, 7);
   }
-  _tile_stored(0, sums, kSumsStride);
-  _tile_stored(1, sums + kLanes, kSumsStride);
-  _tile_stored(2, sums + 2 * kLanes, kSumsStride);
-  _tile_stored(3, sums + 3 * kLanes, kSumsStride);
+  store_sums(sums, sums + kLanes, sums + 2 * kLanes, sums + 3 * kLanes);
 }
 
 // 32 tokens by 2 panels, `panel` and the next.
 void multiply_32_tokens(const Pass& pass, int64_t token, int panel, float* sums) {
   sums += panel * kLanes;
   float* const later_sums = sums + kTileTokens * kGroupRows;
-  if (pass.is_first) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  } else {
-    _tile_loadd(0, sums, kSumsStride);
-    _tile_loadd(1, sums + kLanes, kSumsStride);
-    _tile_loadd(2, later_sums, kSumsStride);
-    _tile_loadd(3, later_sums + kLanes, kSumsStride);
-  }
+  start_sums(pass, sums, sums + kLanes, later_sums, later_sums + kLanes);
   const int64_t stride = block_stride(pass);
   const auto* input =
       static_cast<const BFloat16*>(pass.input) + token / kTileTokens * tile_stride(pass);
@@ -138,10 +137,7 @@ void multiply_32_tokens(const Pass& pass, int64_t token, int panel, float* sums)
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
-  _tile_stored(0, sums, kSumsStride);
-  _tile_stored(1, sums + kLanes, kSumsStride);
-  _tile_stored(2, later_sums, kSumsStride);
-  _tile_stored(3, later_sums + kLanes, kSumsStride);
+  store_sums(sums, sums + kLanes, later_sums, later_sums + kLanes);
 }
 
 struct TileProduct {

@@ -7,10 +7,10 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
+#include "../core/numbers.h"
 #include "attention/attention_items.h"
 #include "core/isa.h"
 #include "core/kv_layout_cpu.h"
@@ -28,33 +28,19 @@ struct Shape {
   int32_t num_tokens, num_query, head_size, window;
 };
 
-uint16_t to_bfloat16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return static_cast<uint16_t>(bits >> 16);
-}
-double widen(uint16_t x) {
-  const uint32_t bits = static_cast<uint32_t>(x) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
 // One sequence, the last num_query of whose tokens are asked.
 struct Problem {
   Shape shape;
   std::vector<uint16_t> query, keys, values;  // [token, head, head_size]
 
   explicit Problem(Shape s) : shape(s) {
-    std::mt19937 random(static_cast<uint32_t>(s.num_tokens * 31 + s.num_query + s.head_size));
-    std::normal_distribution<float> normal;
-    const auto fill = [&](std::vector<uint16_t>& numbers, int32_t heads) {
-      numbers.resize(static_cast<size_t>(s.num_tokens * heads * s.head_size));
-      for (uint16_t& x : numbers) x = to_bfloat16(normal(random));
+    Random random(static_cast<uint32_t>(s.num_tokens * 31 + s.num_query + s.head_size));
+    const auto numbers = [&](int32_t heads) {
+      return random.bfloat16s(static_cast<size_t>(s.num_tokens * heads * s.head_size));
     };
-    fill(query, kHeads);
-    fill(keys, kKvHeads);
-    fill(values, kKvHeads);
+    query = numbers(kHeads);
+    keys = numbers(kKvHeads);
+    values = numbers(kKvHeads);
   }
 
   size_t index(int32_t token, int32_t head, int32_t d, int32_t heads) const {
@@ -137,13 +123,14 @@ struct Problem {
     for (int32_t t = first; t <= token; ++t) {
       double score = 0;
       for (int32_t d = 0; d < shape.head_size; ++d) {
-        score += widen(query[index(token, head, d, kHeads)]) *
-                 widen(keys[index(t, head / kGroup, d, kKvHeads)]);
+        score += double{widen(query[index(token, head, d, kHeads)])} *
+                 double{widen(keys[index(t, head / kGroup, d, kKvHeads)])};
       }
       const double weight = std::exp(score * 0.125);
       sum += weight;
       for (int32_t d = 0; d < shape.head_size; ++d) {
-        out[static_cast<size_t>(d)] += weight * widen(values[index(t, head / kGroup, d, kKvHeads)]);
+        out[static_cast<size_t>(d)] +=
+            weight * double{widen(values[index(t, head / kGroup, d, kKvHeads)])};
       }
     }
     for (double& x : out) x /= sum;
@@ -180,7 +167,7 @@ TEST_P(AttentionAmxTest, GivesARowTheSameBitsAlone) {
   const auto [num_tokens, num_query, head_size, window] = problem.shape;
   for (const float last : {0.0f, std::numeric_limits<float>::infinity()}) {
     for (int32_t d = 0; d < head_size; ++d) {
-      problem.values[problem.index(num_tokens - 1, 0, d, kKvHeads)] = to_bfloat16(last);
+      problem.values[problem.index(num_tokens - 1, 0, d, kKvHeads)] = narrow(last);
     }
     const std::vector<uint16_t> together = problem.attend(num_tokens, num_query);
     const auto row = static_cast<size_t>(kHeads * head_size);

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "../core/numbers.h"
 #include "attention/attention_plan.h"
 #include "attention/params.h"
-#include "numbers.h"
 
 namespace vllm_lite {
 namespace {

@@ -8,7 +8,7 @@
 #include <numeric>
 #include <vector>
 
-#include "numbers.h"
+#include "../core/numbers.h"
 #include "ops/ops.h"
 #include "ops/sample_workspace.h"
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "../core/numbers.h"
 #include "cache/store_kv.h"
-#include "numbers.h"
 #include "ops/moe.h"
 #include "ops/ops.h"
 #include "ops/rope_store_kv.h"

@@ -4,10 +4,10 @@
 
 #include <cmath>
 #include <cstring>
-#include <random>
 #include <string>
 #include <vector>
 
+#include "../core/numbers.h"
 #include "core/isa.h"
 #include "ops/linear_kernels.h"
 
@@ -30,19 +30,6 @@ class LinearAmxTest : public testing::TestWithParam<Shape> {
   }
 };
 
-uint16_t to_bfloat16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return static_cast<uint16_t>(bits >> 16);
-}
-
-double widen(uint16_t x) {
-  const uint32_t bits = static_cast<uint32_t>(x) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
 struct Problem {
   Shape shape;
   std::vector<uint16_t> input, weight;
@@ -50,12 +37,9 @@ struct Problem {
   uint8_t* packed;
 
   explicit Problem(Shape s) : shape(s) {
-    std::mt19937 random(static_cast<uint32_t>(s.num_tokens * 7 + s.rows * 3 + s.columns));
-    std::normal_distribution<float> normal;
-    input.resize(static_cast<size_t>(s.num_tokens * s.columns));
-    weight.resize(static_cast<size_t>(s.rows * s.columns));
-    for (uint16_t& x : input) x = to_bfloat16(normal(random));
-    for (uint16_t& x : weight) x = to_bfloat16(normal(random));
+    Random random(static_cast<uint32_t>(s.num_tokens * 7 + s.rows * 3 + s.columns));
+    input = random.bfloat16s(static_cast<size_t>(s.num_tokens * s.columns));
+    weight = random.bfloat16s(static_cast<size_t>(s.rows * s.columns));
     constexpr WeightFormat kFormat = WeightFormat::kBFloat16;
     const int64_t bytes = packed_weight_bytes(kFormat, s.rows, s.columns);
     memory.resize(static_cast<size_t>(bytes + 63));
@@ -101,7 +85,7 @@ struct Problem {
     for (int64_t c = 0; c < shape.columns; ++c) {
       const uint16_t x = input[static_cast<size_t>(token * shape.columns + c)];
       const uint16_t w = weight[static_cast<size_t>(row * shape.columns + c)];
-      sum += widen(x) * widen(w);
+      sum += double{widen(x)} * double{widen(w)};
     }
     return sum;
   }
@@ -132,11 +116,11 @@ TEST_P(LinearAmxTest, GivesATokenTheSameBitsAlone) {
 }
 
 // Tokens around tiles of 16 and 32; rows around panels of 16, pairs and groups of them; columns
-// around tiles of 32 and a pass of 1024.
+// around tiles of 32 and a pass of 2048.
 INSTANTIATE_TEST_SUITE_P(Shapes, LinearAmxTest,
                          testing::Values(Shape{1, 64, 64}, Shape{15, 16, 32}, Shape{16, 17, 96},
                                          Shape{17, 33, 50}, Shape{31, 70, 256}, Shape{32, 64, 1024},
-                                         Shape{33, 130, 1056}, Shape{48, 49, 77},
+                                         Shape{33, 130, 2080}, Shape{48, 49, 77},
                                          Shape{49, 20, 2080}, Shape{192, 48, 128}),
                          [](const auto& test) {
                            const Shape& s = test.param;

@@ -24,7 +24,7 @@ def product(weight: Weight, x: torch.Tensor, packed: torch.Tensor | None = None)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_row_has_the_same_bits_among_any_number_of_tokens(
-    format: str, dtype: torch.dtype, linear_isa: str
+    format: str, dtype: torch.dtype, isa: str
 ) -> None:
     weight = make_weight(generator(), format, 83, 768)
     packed = weight.packed()
@@ -40,7 +40,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_tokens(
 @pytest.mark.parametrize("tokens", [1, 7, 200])
 @pytest.mark.parametrize("format", ["int8", "Q8_0", "Q4_0", "Q6_K"])  # minima meet it unrounded
 def test_the_input_of_quantised_weights_is_rounded_to_16_bits_per_block_and_no_further(
-    format: str, tokens: int, linear_isa: str
+    format: str, tokens: int, isa: str
 ) -> None:
     weight = make_weight(generator(), format, 40, 256)
     x = torch.rand(tokens, 8, 32, generator=generator()) * 2 - 1
@@ -54,7 +54,7 @@ def test_the_input_of_quantised_weights_is_rounded_to_16_bits_per_block_and_no_f
 
 @pytest.mark.parametrize("exponent", [-99, -101, -110])
 @pytest.mark.parametrize("format", ["int8", *BLOCK_FORMATS])
-def test_tiny_inputs_lose_digits_and_no_more(format: str, exponent: int, linear_isa: str) -> None:
+def test_tiny_inputs_lose_digits_and_no_more(format: str, exponent: int, isa: str) -> None:
     """Below 2^-100 a block's scale gets no smaller: steps of 2^-115."""
     weight = make_weight(generator(), format, 20, 256)
     x = (normal(generator(), torch.float32, 3, 256) * 2.0**exponent).bfloat16()
@@ -64,7 +64,7 @@ def test_tiny_inputs_lose_digits_and_no_more(format: str, exponent: int, linear_
 
 
 @pytest.mark.parametrize("format", ["bfloat16", "Q4_1"])
-def test_threads_change_no_bit(format: str, linear_isa: str) -> None:
+def test_threads_change_no_bit(format: str, isa: str) -> None:
     weight = make_weight(generator(), format, 700, 768)
     x = normal(generator(), torch.bfloat16, 300, 768)
     try:
@@ -95,7 +95,7 @@ def test_block_formats_keep_the_files_size_within_3_percent(format: str) -> None
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_not_finite_stays_visible_and_in_its_row(
-    format: str, value: float, linear_isa: str
+    format: str, value: float, isa: str
 ) -> None:
     weight = make_weight(generator(), format, 20, 256)
     x = normal(generator(), torch.bfloat16, 9, 256)
@@ -108,7 +108,7 @@ def test_what_is_not_finite_stays_visible_and_in_its_row(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_padding_of_an_earlier_call_does_not_leak(format: str, linear_isa: str) -> None:
+def test_padding_of_an_earlier_call_does_not_leak(format: str, isa: str) -> None:
     """The scratch of an input is reused: what a longer or NaN input left must not be seen."""
     weight = make_weight(generator(), format, 20, 256)
     x = normal(generator(), torch.float32, 7, 256)
@@ -117,7 +117,7 @@ def test_padding_of_an_earlier_call_does_not_leak(format: str, linear_isa: str) 
     assert torch.equal(product(weight, x), expected)
 
 
-def test_no_tokens_is_no_work(linear_isa: str) -> None:
+def test_no_tokens_is_no_work(isa: str) -> None:
     weight = make_weight(generator(), "Q4_K", 20, 256)
     assert product(weight, torch.empty(0, 256)).shape == (0, 20)
 

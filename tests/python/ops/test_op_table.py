@@ -36,7 +36,7 @@ def test_cpu_op_matches_the_float64_reference(case: OpCase, isa: str) -> None:
 @pytest.mark.parametrize(
     "case", [case for case in all_cases() if case.op == "linear"], ids=lambda case: case.id
 )
-def test_linear_matches_the_float64_reference(case: OpCase, linear_isa: str) -> None:
+def test_linear_matches_the_float64_reference(case: OpCase, isa: str) -> None:
     assert_matches(case.result())
 
 
