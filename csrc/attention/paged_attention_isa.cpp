@@ -223,12 +223,12 @@ float ItemRun<T, Stored>::finish_scores(int row, int64_t start, int begin, int e
 template <typename T, typename Stored>
 void ItemRun<T, Stored>::softmax_rows(int first_row, int rows, int64_t start, const Tile& tile,
                                       const Spans& spans, Fetch& fetch, float* records) const {
-  const int fetch_lines = fetch.num_strips * fetch.strip_lines / (2 * num_rows_) + 1;
+  const int fetch_groups = Fetch::groups_of_step(fetch, 2 * num_rows_);
   constexpr int kLanes = (kMaxBlockRows + kWidth - 1) / kWidth * kWidth;
   float shift[kLanes], keep[kLanes] = {};
   for (int i = 0; i < rows; ++i) {
     const int row = first_row + i;
-    Fetch::lines(fetch, fetch_lines);
+    Fetch::groups(fetch, fetch_groups);
     float& maximum = maximum_of(row_of(records, row), head_size_);
     const float old = maximum;
     const float highest = finish_scores(row, start, spans.begin[row], spans.end[row]);
@@ -240,7 +240,7 @@ void ItemRun<T, Stored>::softmax_rows(int first_row, int rows, int64_t start, co
   for (int i = 0; i < rows; i += kWidth) store(keep + i, exp_of_negative(load(keep + i)));
   for (int i = 0; i < rows; ++i) {
     const int row = first_row + i;
-    Fetch::lines(fetch, fetch_lines);
+    Fetch::groups(fetch, fetch_groups);
     float* scores = scores_ + row * kTileTokens;
     FloatVec sum = zero();
     int first = spans.begin[row], last = spans.end[row];
@@ -380,9 +380,9 @@ void ItemRun<T, Stored>::attend_tile_by_amx(int64_t start, const Tile& tile, con
                                             float* records) const {
   const Strips<char> keys = lines_of(next.keys), values = lines_of(next.values);
   const char* const softmax_strips[] = {keys.at[2], keys.at[3], values.at[0]};
-  Fetch key_fetch{keys.at, 2, strip_lines<Stored>(head_size_)};
-  Fetch softmax_fetch{softmax_strips, 3, strip_lines<Stored>(head_size_)};
-  Fetch value_fetch{values.at + 1, 3, strip_lines<Stored>(head_size_)};
+  Fetch key_fetch{keys.at, 2, strip_bytes<Stored>(head_size_)};
+  Fetch softmax_fetch{softmax_strips, 3, strip_bytes<Stored>(head_size_)};
+  Fetch value_fetch{values.at + 1, 3, strip_bytes<Stored>(head_size_)};
   const int first = tile.begin / kStripTokens;
   const int last = (tile.end + kStripTokens - 1) / kStripTokens;
   const int block = rows_of_tiles(num_rows_);
@@ -412,7 +412,7 @@ void ItemRun<T, Stored>::attend_tile(int64_t start, const Tile& tile, const Tile
   const Strips<char> keys = lines_of(next.keys), values = lines_of(next.values);
   const Strips<char> later_values = {values.at[1], values.at[2], values.at[3], values.at[3]};
   const char* const softmax_strips[] = {keys.at[2], keys.at[3], values.at[0]};
-  Fetch fetch{softmax_strips, 3, strip_lines<Stored>(head_size_)};
+  Fetch fetch{softmax_strips, 3, strip_bytes<Stored>(head_size_)};
   Spans spans;
   Strips<float> copy;
   if (!Keys<Stored>::kCopies || is_few) {

@@ -37,7 +37,7 @@ TileConfig tiles_of_rows(int rows) {
 // A tile's number must be written out: GCC pastes it into the instruction.
 template <int kStrips>
 VL_SIMD void score_strips(const BFloat16* query, int head_size, const BFloat16* const* keys,
-                          Fetch& fetch, int fetch_lines, float* scores) {
+                          Fetch& fetch, int fetch_groups, float* scores) {
   const int64_t query_stride = head_size * static_cast<int64_t>(sizeof(BFloat16));
   constexpr int64_t kStride = kTileTokens * sizeof(float);
   finish_writes(query);
@@ -52,7 +52,7 @@ VL_SIMD void score_strips(const BFloat16* query, int head_size, const BFloat16* 
     _tile_dpbf16ps(strip, of_query, of_keys);                            \
   }
   for (; d + kKeyElements <= head_size; d += kKeyElements) {
-    Fetch::lines(fetch, fetch_lines);
+    Fetch::groups(fetch, fetch_groups);
     _tile_loadd(4, query + d, query_stride);
     VL_ADD_STRIP(0, 4, 6)
     VL_ADD_STRIP(1, 4, 6)
@@ -60,7 +60,7 @@ VL_SIMD void score_strips(const BFloat16* query, int head_size, const BFloat16* 
     VL_ADD_STRIP(3, 4, 6)
   }
   if (d < head_size) {
-    Fetch::lines(fetch, fetch_lines);
+    Fetch::groups(fetch, fetch_groups);
     _tile_loadd(5, query + d, query_stride);
     VL_ADD_STRIP(0, 5, 7)
     VL_ADD_STRIP(1, 5, 7)
@@ -79,12 +79,12 @@ VL_SIMD void score_strips(const BFloat16* query, int head_size, const BFloat16* 
 void multiply_keys(const BFloat16* query, int head_size, const Strips<BFloat16>& keys, int first,
                    int last, Fetch& fetch, float* scores) {
   const int steps = (head_size + kKeyElements - 1) / kKeyElements;
-  const int lines = Fetch::lines_of_step(fetch, steps);
+  const int groups = Fetch::groups_of_step(fetch, steps);
   scores += first * kStripTokens;
   switch (last - first) {
 #define VL_STRIPS(n) \
   case n:            \
-    return score_strips<n>(query, head_size, keys.at + first, fetch, lines, scores);
+    return score_strips<n>(query, head_size, keys.at + first, fetch, groups, scores);
     VL_STRIPS(1) VL_STRIPS(2) VL_STRIPS(3) VL_STRIPS(4)
 #undef VL_STRIPS
   }
@@ -93,7 +93,7 @@ void multiply_keys(const BFloat16* query, int head_size, const Strips<BFloat16>&
 // Adds weights * values of strips [first, last) to kTiles * 16 elements of the rows' records.
 template <int kTiles>
 VL_SIMD void add_value_tiles(const BFloat16* weights, const Strips<BFloat16>& values, int first,
-                             int last, int column, int head_size, Fetch& fetch, int fetch_lines,
+                             int last, int column, int head_size, Fetch& fetch, int fetch_groups,
                              float* records) {
   constexpr int64_t kWeightsStride = kTileTokens * sizeof(float);
   const int64_t stride = record_floats(head_size) * static_cast<int64_t>(sizeof(float));
@@ -104,7 +104,7 @@ VL_SIMD void add_value_tiles(const BFloat16* weights, const Strips<BFloat16>& va
   if constexpr (kTiles > 2) _tile_loadd(2, sums + 2 * kValueElements, stride);
   if constexpr (kTiles > 3) _tile_loadd(3, sums + 3 * kValueElements, stride);
   for (int strip = first; strip < last; ++strip) {
-    Fetch::lines(fetch, fetch_lines);
+    Fetch::groups(fetch, fetch_groups);
     const BFloat16* const from = values.at[strip] + column * 2;
     _tile_loadd(5, weights + strip * kStripTokens, kWeightsStride);
     _tile_loadd(7, from, values_stride);
@@ -134,13 +134,13 @@ void multiply_values(const BFloat16* weights, int first, int last, const Strips<
                      int head_size, Fetch& fetch, float* records) {
   constexpr int kColumns = 4 * kValueElements;
   const int steps = (head_size + kColumns - 1) / kColumns * (last - first);
-  const int lines = Fetch::lines_of_step(fetch, steps);
+  const int groups = Fetch::groups_of_step(fetch, steps);
   finish_writes(weights);
   for (int column = 0; column < head_size; column += kColumns) {
     switch (min_int(4, (head_size - column) / kValueElements)) {
-#define VL_TILES(n)                                                                             \
-  case n:                                                                                       \
-    add_value_tiles<n>(weights, values, first, last, column, head_size, fetch, lines, records); \
+#define VL_TILES(n)                                                                              \
+  case n:                                                                                        \
+    add_value_tiles<n>(weights, values, first, last, column, head_size, fetch, groups, records); \
     break;
       VL_TILES(1) VL_TILES(2) VL_TILES(3) VL_TILES(4)
 #undef VL_TILES
