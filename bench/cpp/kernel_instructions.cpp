@@ -43,8 +43,9 @@ class Memory {
 
 class Product {
  public:
-  Product(WeightFormat format, int64_t rows, int64_t columns, int64_t num_tokens)
-      : packed_(packed_weight_bytes(format, rows, columns)),
+  Product(WeightFormat format, int64_t rows, int64_t columns, int64_t num_tokens,
+          bool is_gated = false)
+      : packed_(packed_weight_bytes(format, is_gated ? 2 * rows : rows, columns)),
         input_(num_tokens * columns * 2),
         out_(num_tokens * rows * 2) {
     params_.packed = packed_.get();
@@ -54,6 +55,7 @@ class Product {
     params_.rows = params_.out_stride = rows;
     params_.columns = params_.input_stride = columns;
     params_.num_tokens = num_tokens;
+    params_.is_gated = is_gated;
     params_.dtype = params_.out_dtype = DType::kBFloat16;
   }
   void run() const { linear_cpu(params_); }
@@ -75,12 +77,11 @@ class Layer {
         activations_(num_seqs * kQkv * 2),
         out_(num_seqs * kHidden * 2),
         residual_(num_seqs * kHidden * 2),
-        gate_up_(num_seqs * 2 * kMlp * 2),
         norm_weight_(kHidden * 2),
         cos_sin_(int64_t{kContext} * kHeadSize * 4),
         qkv_(WeightFormat::kBFloat16, kQkv, kHidden, num_seqs),
         output_(WeightFormat::kBFloat16, kHidden, kHidden, num_seqs),
-        gate_up_product_(WeightFormat::kBFloat16, 2 * kMlp, kHidden, num_seqs),
+        gate_up_(WeightFormat::kBFloat16, kMlp, kHidden, num_seqs, true),
         down_(WeightFormat::kBFloat16, kHidden, kMlp, num_seqs) {
     for (int32_t i = 0; i < num_seqs; ++i) {
       for (int32_t b = 0; b < blocks_each_; ++b) table_.push_back(i * blocks_each_ + b);
@@ -124,8 +125,7 @@ class Layer {
     attend();
     output_.run();
     norm();
-    gate_up_product_.run();
-    activate();
+    gate_up_.run();
     down_.run();
   }
 
@@ -174,22 +174,12 @@ class Layer {
     p.store.k_scale = p.store.v_scale = 1;
     rope_store_kv_cpu(p);
   }
-  void activate() const {
-    SiluMulParams p{};
-    p.out = gate_up_.get();
-    p.gate_up = gate_up_.get();
-    p.out_token_stride = p.gate_up_token_stride = 2 * kMlp;
-    p.num_tokens = num_seqs_;
-    p.size = kMlp;
-    p.dtype = DType::kBFloat16;
-    silu_mul_cpu(p);
-  }
 
   const int32_t num_seqs_;
   const KvDType kv_dtype_;
   const int32_t blocks_each_;
-  Memory cache_, activations_, out_, residual_, gate_up_, norm_weight_, cos_sin_;
-  Product qkv_, output_, gate_up_product_, down_;
+  Memory cache_, activations_, out_, residual_, norm_weight_, cos_sin_;
+  Product qkv_, output_, gate_up_, down_;
   std::vector<int32_t> table_, rows_, query_start_, lengths_, positions_;
   std::vector<int64_t> slots_;
 };

@@ -72,13 +72,14 @@ void pack_weight(Tensor packed, Tensor source, int64_t format, int64_t rows, int
   pack_weight_cpu(params);
 }
 
-void linear(Tensor out, Tensor input, Tensor packed, int64_t format, OptionalTensor bias) {
-  constexpr const char* kOp = "linear";
+void multiply(const char* op, bool is_gated, Tensor out, Tensor input, Tensor packed,
+              int64_t format, OptionalTensor bias) {
+  const std::string name = op;
   VL_CHECK(out.dim() == 2 && input.dim() == 2 && out.size(0) == input.size(0),
-           "linear: out is " + shape_of(out) + " and input " + shape_of(input) +
+           name + ": out is " + shape_of(out) + " and input " + shape_of(input) +
                ", must be [num_tokens, rows] and [num_tokens, columns]");
   check((out.stride(1) == 1 || out.size(1) == 1) && (input.stride(1) == 1 || input.size(1) == 1),
-        kOp, "the rows of out and input must be contiguous");
+        op, "the rows of out and input must be contiguous");
   LinearParams params{};
   params.out = out.mutable_data_ptr();
   params.input = input.const_data_ptr();
@@ -88,17 +89,27 @@ void linear(Tensor out, Tensor input, Tensor packed, int64_t format, OptionalTen
   params.columns = input.size(1);
   params.out_stride = out.stride(0);
   params.input_stride = input.stride(0);
-  params.dtype = float_dtype(input, kOp);
-  params.out_dtype = float_dtype(out, kOp);
-  params.packed = packed_data(packed, params.format, params.rows, params.columns, kOp);
+  params.dtype = float_dtype(input, op);
+  params.out_dtype = float_dtype(out, op);
+  params.is_gated = is_gated;
+  const int64_t weight_rows = is_gated ? 2 * params.rows : params.rows;
+  params.packed = packed_data(packed, params.format, weight_rows, params.columns, op);
   if (bias) {
-    VL_CHECK(bias->dim() == 1 && bias->size(0) == params.rows && bias->is_contiguous() &&
+    VL_CHECK(bias->dim() == 1 && bias->size(0) == weight_rows && bias->is_contiguous() &&
                  bias->scalar_type() == out.scalar_type(),
-             "linear: bias is " + shape_of(*bias) + ", must be contiguous [" +
-                 std::to_string(params.rows) + "] of out's dtype");
+             name + ": bias is " + shape_of(*bias) + ", must be contiguous [" +
+                 std::to_string(weight_rows) + "] of out's dtype");
     params.bias = bias->const_data_ptr();
   }
   call<linear_cpu>(params);
+}
+
+void linear(Tensor out, Tensor input, Tensor packed, int64_t format, OptionalTensor bias) {
+  multiply("linear", false, out, input, packed, format, bias);
+}
+
+void linear_silu_mul(Tensor out, Tensor input, Tensor packed, int64_t format, OptionalTensor bias) {
+  multiply("linear_silu_mul", true, out, input, packed, format, bias);
 }
 
 void packed_embedding(Tensor out, Tensor packed, int64_t format, int64_t rows, Tensor token_ids,
@@ -130,11 +141,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_lite, m) {
       "pack_weight(Tensor(a!) packed, Tensor source, int format, int rows, int columns, "
       "int first_row, Tensor? scales) -> ()");
   m.def("linear(Tensor(a!) out, Tensor input, Tensor packed, int format, Tensor? bias) -> ()");
+  m.def(
+      "linear_silu_mul(Tensor(a!) out, Tensor input, Tensor packed, int format, Tensor? bias) "
+      "-> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_lite, CPU, m) {
   m.impl("pack_weight", TORCH_BOX(&pack_weight));
   m.impl("linear", TORCH_BOX(&linear));
+  m.impl("linear_silu_mul", TORCH_BOX(&linear_silu_mul));
   m.impl("packed_embedding", TORCH_BOX(&packed_embedding));
 }
 

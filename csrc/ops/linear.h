@@ -1,4 +1,5 @@
-// Dense products on the CPU from packed weights: out = input @ weight^T (+ bias).
+// Dense products on the CPU from packed weights: out = input @ weight^T (+ bias), or the gated
+// activation of two such products, silu(gate) * up.
 //
 // A weight is packed once, at load, into panels of kPanelRows of its rows (output features): the
 // layout that every instruction set reads, one stream of memory per panel (linear_layout.h). Of
@@ -11,7 +12,7 @@
 // exact. That order depends on the weight's format, the input's dtype and the instruction set
 // alone: not on how many rows `input` has, nor on threads. An input that is not finite makes its
 // token's outputs NaN or infinite; products of bfloat16 weights and inputs on AVX-512-BF16 and AMX
-// take subnormal numbers for zeros, as those instructions do.
+// take subnormal numbers for zeros, and so do results of bfloat16, as those instructions do.
 #pragma once
 
 #include <cstdint>
@@ -57,12 +58,16 @@ struct LinearParams {
   void* out;          // [num_tokens, rows]
   const void* input;  // [num_tokens, columns]
   const void* packed;
-  const void* bias;  // [rows] of out's dtype, or nullptr
+  const void* bias;  // one for each of the weight's rows, of out's dtype; or nullptr
   WeightFormat format;
   int64_t num_tokens, rows, columns;
   int64_t out_stride, input_stride;  // elements between tokens
   DType dtype;                       // of input
   DType out_dtype;                   // the input's, or kFloat32
+  // The weight has 2 * rows rows, those of gate and then those of up, which are rounded to
+  // out_dtype before out is silu(gate) * up: the bits of silu_mul (ops.h) of the two products. Only
+  // where rows are a multiple of kPanelRows.
+  bool is_gated;
 };
 void linear_cpu(const LinearParams& params);
 

@@ -82,6 +82,9 @@ void check_params(const LinearParams& p) {
   }
   VL_CHECK(p.dtype == DType::kFloat32 || p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16,
            "linear: the input must be float32, bfloat16 or float16");
+  VL_CHECK(!p.is_gated || p.rows % kPanelRows == 0,
+           "linear: gated, it has " + std::to_string(p.rows) + " rows, must have a multiple of " +
+               std::to_string(kPanelRows));
   VL_CHECK(p.out_dtype == p.dtype || p.out_dtype == DType::kFloat32,
            "linear: out must have the input's dtype or float32");
 }
@@ -147,20 +150,22 @@ class Slab {
     call_.rows = params_.rows;
     call_.columns = params_.columns;
     call_.out_stride = params_.out_stride;
+    call_.is_gated = params_.is_gated;
 
     const int64_t panels = num_panels(params_.rows);
-    const int64_t stripe_panels = num_tokens_ <= kFewTokens ? 1 : kGroupPanels;
+    const int64_t parts_of_panel = params_.is_gated ? 2 : 1;
+    const int64_t stripe_panels = num_tokens_ <= kFewTokens ? 1 : kGroupPanels / parts_of_panel;
     const int64_t stripes = divide_up(panels, stripe_panels);
     const int64_t num_ranges = divide_up(num_tokens_, kRangeTokens);
     const int64_t parts = num_ranges == 1 ? divide_up(num_tokens_, kernels_.part_tokens) : 1;
     const int64_t part_tokens =
         num_ranges == 1 ? kernels_.part_tokens
                         : divide_up(divide_up(num_tokens_, num_ranges), kRangeStep) * kRangeStep;
-    const int64_t stripe_rows = stripe_panels * kPanelRows;
+    const int64_t weight_panels = stripe_panels * parts_of_panel;
     const int64_t grain = std::min(
-        divide_up(kTaskBytes, stripe_panels * panel_bytes(params_.format, params_.columns)),
-        divide_up(kTaskProducts,
-                  std::min(part_tokens, num_tokens_) * params_.columns * stripe_rows));
+        divide_up(kTaskBytes, weight_panels * panel_bytes(params_.format, params_.columns)),
+        divide_up(kTaskProducts, std::min(part_tokens, num_tokens_) * params_.columns *
+                                     weight_panels * kPanelRows));
     parallel_for(num_ranges * stripes * parts, grain, [&](int64_t begin, int64_t end) {
       constexpr int64_t kSumsBytes = kRangeTokens * kGroupRows * 4;
       constexpr int64_t kWidenedBytes = kGroupPanels * kPassBlocks * kWidenedBlockBytes;

@@ -2,6 +2,7 @@
 // panels and tokens. What each set computes with is in linear_tile_isa.h and linear_amx_isa.h.
 #include "core/simd.h"
 #include "ops/linear_kernels.h"
+#include "ops/silu_isa.h"
 #if defined(VL_ISA_amx)
 #include "ops/linear_amx_isa.h"
 #else
@@ -88,55 +89,101 @@ void prepare(const LinearInput& p, int64_t first, int64_t last) {
 
 // ---- output
 
-template <typename T, bool kWhole>
-VL_SIMD void finish_vec(FloatVec sum, const T* bias, T* out, int count) {
+// A group of panels of the weight. Gated, a panel of up follows each of gate.
+struct Group {
+  int64_t first_row;  // of out
+  int64_t num_panels;
+  const uint8_t* panels[kGroupPanels];  // after the last, the last one again
+};
+
+// A vector of sums of rows of one panel, from `row` of it on: its scales, and the bias.
+template <typename T, bool kWhole = true>
+VL_SIMD FloatVec finish_sum(const LinearCall& call, const float* sums, const uint8_t* panel,
+                            int64_t row, const T* bias, int count = kWidth) {
+  FloatVec sum = load(sums);
+  if (call.format == WeightFormat::kInt8) {
+    sum = mul(sum, load(reinterpret_cast<const float*>(panel) + row));
+  }
   if (bias != nullptr) sum = add(sum, kWhole ? load(bias) : load_partial(bias, count));
-  kWhole ? store(out, sum) : store_partial(out, sum, count);
+  return sum;
+}
+
+template <typename T>
+VL_SIMD FloatVec rounded(FloatVec x) {
+  T numbers[kWidth];
+  store(numbers, x);
+  return load(numbers);
 }
 
 // Some tokens' sums of a group of panels: the rows' scales, the bias, out's dtype.
 template <typename T>
-void finish(const LinearCall& call, int64_t first_token, int64_t num_tokens, const float* sums,
-            int64_t panel, int64_t num_panels, const uint8_t* first_panel) {
-  const int64_t stride = panel_bytes(call.format, call.columns);
-  const int64_t first_row = panel * kPanelRows;
-  const int64_t panel_rows = num_panels * kPanelRows, rows_left = call.rows - first_row;
+void finish_plain(const LinearCall& call, int64_t first_token, int64_t num_tokens,
+                  const float* sums, const Group& group) {
+  const int64_t panel_rows = group.num_panels * kPanelRows, rows_left = call.rows - group.first_row;
   const int64_t num_rows = panel_rows < rows_left ? panel_rows : rows_left;
-  const T* bias = call.bias ? static_cast<const T*>(call.bias) + first_row : nullptr;
+  const T* bias = call.bias ? static_cast<const T*>(call.bias) + group.first_row : nullptr;
   for (int64_t token = 0; token < num_tokens; ++token, sums += kGroupRows) {
-    T* out = static_cast<T*>(call.out) + (first_token + token) * call.out_stride + first_row;
+    T* out = static_cast<T*>(call.out) + (first_token + token) * call.out_stride + group.first_row;
     for (int64_t row = 0; row < num_rows; row += kWidth) {
-      FloatVec sum = load(sums + row);
-      if (call.format == WeightFormat::kInt8) {
-        const uint8_t* scales = first_panel + row / kPanelRows * stride;
-        sum = mul(sum, load(reinterpret_cast<const float*>(scales) + row % kPanelRows));
-      }
+      const uint8_t* const panel = group.panels[row / kPanelRows];
       const T* row_bias = bias ? bias + row : nullptr;
       if (row + kWidth <= num_rows) {
-        finish_vec<T, true>(sum, row_bias, out + row, kWidth);
+        store(out + row, finish_sum(call, sums + row, panel, row % kPanelRows, row_bias));
       } else {
-        finish_vec<T, false>(sum, row_bias, out + row, static_cast<int>(num_rows - row));
+        const auto count = static_cast<int>(num_rows - row);
+        store_partial(
+            out + row,
+            finish_sum<T, false>(call, sums + row, panel, row % kPanelRows, row_bias, count),
+            count);
       }
     }
   }
 }
 
+// Likewise of pairs of panels.
+template <typename T>
+void finish_gated(const LinearCall& call, int64_t first_token, int64_t num_tokens,
+                  const float* sums, const Group& group) {
+  const T* bias = static_cast<const T*>(call.bias);
+  for (int64_t token = 0; token < num_tokens; ++token, sums += kGroupRows) {
+    T* out = static_cast<T*>(call.out) + (first_token + token) * call.out_stride + group.first_row;
+    for (int64_t panel = 0; panel < group.num_panels; panel += 2) {
+      const float* const gate_sums = sums + panel * kPanelRows;
+      for (int64_t row = 0; row < kPanelRows; row += kWidth) {
+        const T* gate_bias = bias ? bias + group.first_row + panel / 2 * kPanelRows + row : nullptr;
+        const T* up_bias = bias ? gate_bias + call.rows : nullptr;
+        const FloatVec gate =
+            finish_sum(call, gate_sums + row, group.panels[panel], row, gate_bias);
+        const FloatVec up =
+            finish_sum(call, gate_sums + kPanelRows + row, group.panels[panel + 1], row, up_bias);
+        store(out + panel / 2 * kPanelRows + row, silu_mul(rounded<T>(gate), rounded<T>(up)));
+      }
+    }
+  }
+}
+
+template <typename T>
+void finish(const LinearCall& call, int64_t first_token, int64_t num_tokens, const float* sums,
+            const Group& group) {
+  call.is_gated ? finish_gated<T>(call, first_token, num_tokens, sums, group)
+                : finish_plain<T>(call, first_token, num_tokens, sums, group);
+}
+
 // ---- a range
 
 template <typename Product>
-void multiply_group(const LinearCall& call, const LinearRange& range, int64_t panel,
-                    int64_t num_panels, const uint8_t* first_panel) {
+void multiply_group(const LinearCall& call, const LinearRange& range, const Group& group,
+                    int64_t next_group_bytes) {
   const int64_t num_blocks = num_column_blocks(call.columns);
-  const int64_t stride = panel_bytes(call.format, call.columns);
   const auto finish_tokens = [&](int64_t token, int64_t num_tokens, const float* sums) {
     const int64_t first = range.first_token + token;
     switch (call.out_dtype) {
       case DType::kFloat32:
-        return finish<float>(call, first, num_tokens, sums, panel, num_panels, first_panel);
+        return finish<float>(call, first, num_tokens, sums, group);
       case DType::kBFloat16:
-        return finish<BFloat16>(call, first, num_tokens, sums, panel, num_panels, first_panel);
+        return finish<BFloat16>(call, first, num_tokens, sums, group);
       case DType::kFloat16:
-        return finish<Float16>(call, first, num_tokens, sums, panel, num_panels, first_panel);
+        return finish<Float16>(call, first, num_tokens, sums, group);
     }
   };
 
@@ -147,7 +194,7 @@ void multiply_group(const LinearCall& call, const LinearRange& range, int64_t pa
   Pass pass{};
   pass.sums = range.sums;
   pass.input_tokens = call.prepared_tokens;
-  pass.num_panels = num_panels;
+  pass.num_panels = group.num_panels;
   pass.num_tokens = range.num_tokens;
   pass.total_blocks = num_blocks;
   for (int64_t block = 0; block < num_blocks; block += pass_blocks) {
@@ -156,8 +203,8 @@ void multiply_group(const LinearCall& call, const LinearRange& range, int64_t pa
     pass.is_first = block == 0;
     pass.is_last = blocks_left <= pass_blocks;
     for (int64_t p = 0; p < kGroupPanels; ++p) {
-      pass.panels[p] = first_panel + (p < num_panels ? p : num_panels - 1) * stride;
-      pass.next[p] = pass.is_last ? pass.panels[p] + kGroupPanels * stride + layout.super_offset(0)
+      pass.panels[p] = group.panels[p];
+      pass.next[p] = pass.is_last ? pass.panels[p] + next_group_bytes + layout.super_offset(0)
                                   : pass.panels[p] + layout.super_offset(block + pass_blocks);
     }
     pass.input =
@@ -174,12 +221,19 @@ template <typename Product>
 void multiply_range(const LinearCall& call, const LinearRange& range) {
   const ProductScope scope(range.num_tokens);
   const int64_t stride = panel_bytes(call.format, call.columns);
-  const int64_t end = range.first_panel + range.num_panels;
-  for (int64_t panel = range.first_panel; panel < end; panel += kGroupPanels) {
-    const int64_t panels_left = end - panel;
-    multiply_group<Product>(call, range, panel,
-                            panels_left < kGroupPanels ? panels_left : kGroupPanels,
-                            static_cast<const uint8_t*>(call.packed) + panel * stride);
+  const auto* const weight = static_cast<const uint8_t*>(call.packed);
+  const int64_t parts = call.is_gated ? 2 : 1, up_bytes = num_panels(call.rows) * stride;
+  const int64_t step = kGroupPanels / parts, end = range.first_panel + range.num_panels;
+  for (int64_t first = range.first_panel; first < end; first += step) {
+    const int64_t panels_left = end - first;
+    Group group;
+    group.first_row = first * kPanelRows;
+    group.num_panels = parts * (panels_left < step ? panels_left : step);
+    for (int64_t i = 0; i < kGroupPanels; ++i) {
+      const int64_t p = i < group.num_panels ? i : group.num_panels - 1;
+      group.panels[i] = weight + (first + p / parts) * stride + p % parts * up_bytes;
+    }
+    multiply_group<Product>(call, range, group, step * stride);
   }
 }
 

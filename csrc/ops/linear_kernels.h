@@ -42,10 +42,11 @@ struct LinearCall {
   const float* block_sums;
   WeightFormat format;
   DType out_dtype;
-  int64_t rows, columns, out_stride, prepared_tokens;
+  int64_t rows, columns, out_stride, prepared_tokens;  // rows of out
+  bool is_gated;                                       // as in LinearParams
 };
 
-// One thread's part of a call.
+// One thread's part of a call. Panels are counted in rows of out; a gated one stands for two.
 struct LinearRange {
   int64_t first_token, num_tokens;  // at most kRangeTokens
   int64_t first_panel, num_panels;

@@ -1,18 +1,13 @@
 // silu(gate) * up: three elements of traffic and one exponential each.
 #include "core/isa.h"
 #include "core/parallel_for.h"
-#include "core/simd.h"
 #include "ops/ops.h"
+#include "ops/silu_isa.h"
 
 namespace vllm_lite::VL_ISA {
 namespace {
 
 constexpr int64_t kElementsPerTask = 8192;
-
-VL_SIMD FloatVec silu_mul_vec(FloatVec gate, FloatVec up) {
-  const FloatVec denominator = add(broadcast(1.0f), exp(sub(zero(), gate)));
-  return mul(div(gate, denominator), up);
-}
 
 template <typename T>
 void run(const SiluMulParams& p) {
@@ -23,11 +18,11 @@ void run(const SiluMulParams& p) {
       const T* up = gate + p.size;
       int32_t i = 0;
       for (; i + kWidth <= p.size; i += kWidth) {
-        store(out + i, silu_mul_vec(load(gate + i), load(up + i)));
+        store(out + i, silu_mul(load(gate + i), load(up + i)));
       }
       if (i == p.size) continue;
       const int rest = p.size - i;
-      store_partial(out + i, silu_mul_vec(load_partial(gate + i, rest), load_partial(up + i, rest)),
+      store_partial(out + i, silu_mul(load_partial(gate + i, rest), load_partial(up + i, rest)),
                     rest);
     }
   });

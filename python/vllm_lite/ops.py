@@ -277,7 +277,8 @@ def dequantize(out: torch.Tensor, blocks: torch.Tensor, ggml_type: int) -> None:
     _ops.dequantize(out, blocks, ggml_type)
 
 
-# In the order of csrc/ops/linear.h.
+# As csrc/ops/linear.h has them.
+PANEL_ROWS = 16
 WEIGHT_FORMATS = (
     "float32", "bfloat16", "float16", "int8", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K",
 )  # fmt: skip
@@ -290,7 +291,7 @@ def _weight_format(name: str) -> int:
 
 
 def packed_weight_bytes(format: str, rows: int, columns: int) -> int:
-    """Bytes of a packed weight ``[rows, columns]``. CPU only, like the two below.
+    """Bytes of a packed weight ``[rows, columns]``. CPU only, like the three below.
 
     Raises where the format's blocks (32 columns; 256 of the K formats) do not divide ``columns``.
     """
@@ -330,6 +331,21 @@ def linear(
     both may be strided); packed: by ``pack_weight``; bias: ``[rows]`` of out's dtype.
     """
     _ops.linear(out, input, packed, _weight_format(format), bias)
+
+
+def linear_silu_mul(
+    out: torch.Tensor,
+    input: torch.Tensor,
+    packed: torch.Tensor,
+    format: str,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """``silu_mul`` of what ``linear`` gives, bit for bit, without a tensor between them.
+
+    The weight (and bias) is ``[2 * size, columns]``, the rows of gate before those of up; out:
+    ``[num_tokens, size]``, size a multiple of ``PANEL_ROWS``; the rest as in ``linear``.
+    """
+    _ops.linear_silu_mul(out, input, packed, _weight_format(format), bias)
 
 
 def packed_embedding(

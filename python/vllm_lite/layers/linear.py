@@ -5,6 +5,7 @@ from itertools import groupby
 
 import torch
 
+from vllm_lite import ops
 from vllm_lite.layers.memory import WeightMemory
 from vllm_lite.layers.packed_weight import PackedRows, PackedWeight
 from vllm_lite.loader.weights import Slot
@@ -66,3 +67,14 @@ class Linear:
             bias = None if self.bias is None else self.bias[start:end]
             matrix.multiply(out[:, start:end], input, bias)
             start = end
+
+    def silu_mul(self, out: torch.Tensor, input: torch.Tensor, products: torch.Tensor) -> None:
+        """``out = silu(gate) * up``, where gate is the first half of the products, up the second.
+
+        products: ``[num_tokens, rows]``, used where the two are not one packed weight.
+        """
+        if len(self._matrices) == 1 and out.shape[1] % ops.PANEL_ROWS == 0:
+            self._matrices[0].multiply_gated(out, input, self.bias)
+            return
+        self(products, input)
+        ops.silu_mul(out, products)

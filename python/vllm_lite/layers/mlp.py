@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from vllm_lite import ops
 from vllm_lite.layers.buffers import StepBuffers
 from vllm_lite.layers.linear import Linear
 from vllm_lite.layers.memory import WeightMemory
@@ -31,6 +30,5 @@ class GatedMlp:
 
     def __call__(self, buffers: StepBuffers) -> None:
         """From ``buffers.normed`` to ``buffers.projected``."""
-        self._gate_up(buffers.gate_up, buffers.normed)
-        ops.silu_mul(buffers.activated, buffers.gate_up)
+        self._gate_up.silu_mul(buffers.activated, buffers.normed, buffers.gate_up)
         self._down(buffers.projected, buffers.activated)

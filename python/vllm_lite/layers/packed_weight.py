@@ -27,6 +27,12 @@ class PackedWeight:
         """``out = input @ self.T + bias``; out: ``[num_tokens, rows]``, float32 or as input."""
         ops.linear(out, input, self.packed, self.format, bias)
 
+    def multiply_gated(
+        self, out: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
+        """``silu(gate) * up``, where gate is the first half of the product's columns."""
+        ops.linear_silu_mul(out, input, self.packed, self.format, bias)
+
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:

@@ -1,5 +1,7 @@
 """What holds for packed products beyond the op table: bits, packing, refusals."""
 
+from itertools import product as product_of
+
 import pytest
 import torch
 
@@ -179,3 +181,38 @@ def test_linear_refuses_what_does_not_fit() -> None:
     refused(r"bias is \[19\], must be contiguous \[20\]", out, x, packed, "bfloat16",
             torch.zeros(19))  # fmt: skip
     refused("of out's dtype", out, x, packed, "bfloat16", torch.zeros(20).half())
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_gated_activation_has_the_bits_of_the_two_ops(
+    format: str, dtype: torch.dtype, isa: str
+) -> None:
+    def of_normal_numbers(values: torch.Tensor) -> torch.Tensor:
+        """AVX-512-BF16 stores others as zeros."""
+        return values.where(values.abs() >= torch.finfo(values.dtype).tiny, 0)
+
+    size, columns = 208, 512  # 13 panels: a group is not whole
+    packed = make_weight(generator(), format, 2 * size, columns).packed()
+    x = normal(generator(), dtype, 400, columns)
+    bias = normal(generator(), dtype, 2 * size)
+    for tokens, with_bias in product_of((1, 2, 5, 16, 33, 200, 400), (None, bias)):
+        products = torch.empty(tokens, 2 * size, dtype=dtype)
+        expected, out = (torch.full((tokens, size), 7, dtype=dtype) for _ in range(2))
+        ops.linear(products, x[:tokens], packed, format, with_bias)
+        ops.silu_mul(expected, products)
+        ops.linear_silu_mul(out, x[:tokens], packed, format, with_bias)
+        assert torch.equal(of_normal_numbers(out), of_normal_numbers(expected)), tokens
+
+
+def test_the_gated_activation_refuses_rows_that_are_no_whole_panels() -> None:
+    packed = make_weight(generator(), "bfloat16", 40, 64).packed()
+    out, x = torch.empty(3, 20), torch.empty(3, 64)
+    with pytest.raises(RuntimeError, match="gated, it has 20 rows, must have a multiple of 16"):
+        ops.linear_silu_mul(out, x, packed, "bfloat16")
+    with pytest.raises(RuntimeError, match=r"linear_silu_mul: packed has .*\[64, 64\]"):
+        ops.linear_silu_mul(torch.empty(3, 32), x, packed, "bfloat16")
+    with pytest.raises(RuntimeError, match=r"linear_silu_mul: bias is \[16\].*\[32\]"):
+        ops.linear_silu_mul(
+            out[:, :16], x, packed[: len(packed) // 3 * 2], "bfloat16", torch.zeros(16)
+        )

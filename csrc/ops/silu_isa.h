@@ -1,0 +1,13 @@
+// The gated activation. Only for files named *_isa.cpp; what simd.h says holds here.
+#pragma once
+
+#include "core/simd.h"
+
+namespace vllm_lite::VL_ISA {
+
+VL_SIMD FloatVec silu_mul(FloatVec gate, FloatVec up) {
+  const FloatVec denominator = add(broadcast(1.0f), exp(sub(zero(), gate)));
+  return mul(div(gate, denominator), up);
+}
+
+}  // namespace vllm_lite::VL_ISA
