@@ -107,6 +107,13 @@ class Slab {
 
   void prepare_input() {
     const int64_t num_blocks = num_column_blocks(params_.columns);
+    call_.prepared_stride = num_blocks * kBlockColumns;
+    if (kernels_.reads_rows && params_.columns == call_.prepared_stride) {
+      call_.prepared = advance(params_.input, first_ * params_.input_stride, params_.dtype);
+      call_.prepared_stride = params_.input_stride;
+      call_.prepared_tokens = num_tokens_;
+      return;
+    }
     const int64_t prepared_tokens = kernels_.padded_tokens(num_tokens_);
     const bool integers = uses_integers(params_);
     const int64_t element_bytes =
@@ -167,7 +174,7 @@ class Slab {
         divide_up(kTaskProducts, std::min(part_tokens, num_tokens_) * params_.columns *
                                      weight_panels * kPanelRows));
     parallel_for(num_ranges * stripes * parts, grain, [&](int64_t begin, int64_t end) {
-      constexpr int64_t kSumsBytes = kRangeTokens * kGroupRows * 4;
+      constexpr int64_t kSumsBytes = kTurnGroups * kRangeTokens * kGroupRows * 4;
       constexpr int64_t kWidenedBytes = kGroupPanels * kPassBlocks * kWidenedBlockBytes;
       auto* const scratch =
           static_cast<uint8_t*>(range_scratch.at_least(kSumsBytes + kWidenedBytes));

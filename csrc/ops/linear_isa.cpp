@@ -89,13 +89,6 @@ void prepare(const LinearInput& p, int64_t first, int64_t last) {
 
 // ---- output
 
-// A group of panels of the weight. Gated, a panel of up follows each of gate.
-struct Group {
-  int64_t first_row;  // of out
-  int64_t num_panels;
-  const uint8_t* panels[kGroupPanels];  // after the last, the last one again
-};
-
 // A vector of sums of rows of one panel, from `row` of it on: its scales, and the bias.
 template <typename T, bool kWhole = true>
 VL_SIMD FloatVec finish_sum(const LinearCall& call, const float* sums, const uint8_t* panel,
@@ -108,32 +101,27 @@ VL_SIMD FloatVec finish_sum(const LinearCall& call, const float* sums, const uin
   return sum;
 }
 
+// Some tokens' sums of some panels of a group, from `panel` on: the rows' scales, the bias, out's
+// dtype.
 template <typename T>
-VL_SIMD FloatVec rounded(FloatVec x) {
-  T numbers[kWidth];
-  store(numbers, x);
-  return load(numbers);
-}
-
-// Some tokens' sums of a group of panels: the rows' scales, the bias, out's dtype.
-template <typename T>
-void finish_plain(const LinearCall& call, int64_t first_token, int64_t num_tokens,
-                  const float* sums, const Group& group) {
-  const int64_t panel_rows = group.num_panels * kPanelRows, rows_left = call.rows - group.first_row;
+void finish_plain(const LinearCall& call, const Group& group, int64_t first_token,
+                  int64_t num_tokens, int64_t panel, int64_t num_panels, const float* sums) {
+  const int64_t first_row = group.first_row + panel * kPanelRows;
+  const int64_t panel_rows = num_panels * kPanelRows, rows_left = call.rows - first_row;
   const int64_t num_rows = panel_rows < rows_left ? panel_rows : rows_left;
-  const T* bias = call.bias ? static_cast<const T*>(call.bias) + group.first_row : nullptr;
+  const T* bias = call.bias ? static_cast<const T*>(call.bias) + first_row : nullptr;
   for (int64_t token = 0; token < num_tokens; ++token, sums += kGroupRows) {
-    T* out = static_cast<T*>(call.out) + (first_token + token) * call.out_stride + group.first_row;
+    T* out = static_cast<T*>(call.out) + (first_token + token) * call.out_stride + first_row;
     for (int64_t row = 0; row < num_rows; row += kWidth) {
-      const uint8_t* const panel = group.panels[row / kPanelRows];
+      const uint8_t* const of_row = group.panels[panel + row / kPanelRows];
       const T* row_bias = bias ? bias + row : nullptr;
       if (row + kWidth <= num_rows) {
-        store(out + row, finish_sum(call, sums + row, panel, row % kPanelRows, row_bias));
+        store(out + row, finish_sum(call, sums + row, of_row, row % kPanelRows, row_bias));
       } else {
         const auto count = static_cast<int>(num_rows - row);
         store_partial(
             out + row,
-            finish_sum<T, false>(call, sums + row, panel, row % kPanelRows, row_bias, count),
+            finish_sum<T, false>(call, sums + row, of_row, row % kPanelRows, row_bias, count),
             count);
       }
     }
@@ -142,98 +130,121 @@ void finish_plain(const LinearCall& call, int64_t first_token, int64_t num_token
 
 // Likewise of pairs of panels.
 template <typename T>
-void finish_gated(const LinearCall& call, int64_t first_token, int64_t num_tokens,
-                  const float* sums, const Group& group) {
-  const T* bias = static_cast<const T*>(call.bias);
-  for (int64_t token = 0; token < num_tokens; ++token, sums += kGroupRows) {
-    T* out = static_cast<T*>(call.out) + (first_token + token) * call.out_stride + group.first_row;
-    for (int64_t panel = 0; panel < group.num_panels; panel += 2) {
-      const float* const gate_sums = sums + panel * kPanelRows;
+void finish_gated(const LinearCall& call, const Group& group, int64_t first_token,
+                  int64_t num_tokens, int64_t first_panel, int64_t num_panels, const float* sums) {
+  for (int64_t panel = first_panel; panel < first_panel + num_panels; panel += 2) {
+    const float* gate_sums = sums + (panel - first_panel) * kPanelRows;
+    const int64_t first_row = group.first_row + panel / 2 * kPanelRows;
+    const T* bias = call.bias ? static_cast<const T*>(call.bias) + first_row : nullptr;
+    for (int64_t token = 0; token < num_tokens; ++token, gate_sums += kGroupRows) {
+      T* out = static_cast<T*>(call.out) + (first_token + token) * call.out_stride + first_row;
       for (int64_t row = 0; row < kPanelRows; row += kWidth) {
-        const T* gate_bias = bias ? bias + group.first_row + panel / 2 * kPanelRows + row : nullptr;
-        const T* up_bias = bias ? gate_bias + call.rows : nullptr;
-        const FloatVec gate =
-            finish_sum(call, gate_sums + row, group.panels[panel], row, gate_bias);
-        const FloatVec up =
-            finish_sum(call, gate_sums + kPanelRows + row, group.panels[panel + 1], row, up_bias);
-        store(out + panel / 2 * kPanelRows + row, silu_mul(rounded<T>(gate), rounded<T>(up)));
+        const FloatVec gate = finish_sum(call, gate_sums + row, group.panels[panel], row,
+                                         bias ? bias + row : nullptr);
+        const FloatVec up = finish_sum(call, gate_sums + kPanelRows + row, group.panels[panel + 1],
+                                       row, bias ? bias + call.rows + row : nullptr);
+        store(out + row, silu_mul_as<T>(gate, up));
       }
     }
   }
 }
 
-template <typename T>
-void finish(const LinearCall& call, int64_t first_token, int64_t num_tokens, const float* sums,
-            const Group& group) {
-  call.is_gated ? finish_gated<T>(call, first_token, num_tokens, sums, group)
-                : finish_plain<T>(call, first_token, num_tokens, sums, group);
+template <typename T, typename... Args>
+void finish(const LinearCall& call, const Args&... args) {
+  call.is_gated ? finish_gated<T>(call, args...) : finish_plain<T>(call, args...);
 }
 
 // ---- a range
 
-template <typename Product>
-void multiply_group(const LinearCall& call, const LinearRange& range, const Group& group,
-                    int64_t next_group_bytes) {
-  const int64_t num_blocks = num_column_blocks(call.columns);
-  const auto finish_tokens = [&](int64_t token, int64_t num_tokens, const float* sums) {
-    const int64_t first = range.first_token + token;
-    switch (call.out_dtype) {
-      case DType::kFloat32:
-        return finish<float>(call, first, num_tokens, sums, group);
-      case DType::kBFloat16:
-        return finish<BFloat16>(call, first, num_tokens, sums, group);
-      case DType::kFloat16:
-        return finish<Float16>(call, first, num_tokens, sums, group);
-    }
-  };
+VL_SIMD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-  // Equal passes, each of which fetches the next; eight blocks where columns come by 256.
-  const int64_t num_passes = (num_blocks + Product::kBlocks - 1) / Product::kBlocks;
-  const int64_t pass_blocks = (num_blocks + num_passes - 1) / num_passes;
-  const PanelLayout layout = panel_layout(call.format);
-  Pass pass{};
-  pass.sums = range.sums;
-  pass.input_tokens = call.prepared_tokens;
-  pass.num_panels = group.num_panels;
-  pass.num_tokens = range.num_tokens;
-  pass.total_blocks = num_blocks;
-  for (int64_t block = 0; block < num_blocks; block += pass_blocks) {
-    const int64_t at = prepared_at(range.first_token, block, call.prepared_tokens, num_blocks);
-    const int64_t blocks_left = num_blocks - block;
-    pass.is_first = block == 0;
-    pass.is_last = blocks_left <= pass_blocks;
-    for (int64_t p = 0; p < kGroupPanels; ++p) {
-      pass.panels[p] = group.panels[p];
-      pass.next[p] = pass.is_last ? pass.panels[p] + next_group_bytes + layout.super_offset(0)
-                                  : pass.panels[p] + layout.super_offset(block + pass_blocks);
-    }
-    pass.input =
-        static_cast<const uint8_t*>(call.prepared) + at * kBlockColumns * Product::kElementBytes;
-    pass.input_scales = call.input_scales ? call.input_scales + at : nullptr;
-    pass.block_sums = call.block_sums ? call.block_sums + at : nullptr;
-    pass.first_block = block;
-    pass.num_blocks = pass.is_last ? blocks_left : pass_blocks;
-    Product::multiply(pass, range.widened, finish_tokens);
+// That of the call's panels [first, end), or as many of them as it holds.
+Group group_at(const LinearCall& call, int64_t first, int64_t end) {
+  const int64_t stride = panel_bytes(call.format, call.columns);
+  const int64_t parts = call.is_gated ? 2 : 1, up_bytes = num_panels(call.rows) * stride;
+  Group group;
+  group.first_row = first * kPanelRows;
+  group.num_panels = least(parts * (end - first), kGroupPanels);
+  for (int64_t i = 0; i < kGroupPanels; ++i) {
+    const int64_t p = least(i, group.num_panels - 1);
+    group.panels[i] = static_cast<const uint8_t*>(call.packed) + (first + p / parts) * stride +
+                      p % parts * up_bytes;
   }
+  return group;
 }
 
+// Blocks [first, last) of a group; `next`, from `next_block` on, is what comes after them.
+template <typename Product>
+void multiply_group(const LinearCall& call, const LinearRange& range, const Group& group,
+                    int64_t first, int64_t last, const Group& next, int64_t next_block,
+                    float* sums) {
+  Pass pass{};
+  pass.call = &call;
+  pass.group = &group;
+  pass.first_token = range.first_token;
+  pass.num_tokens = range.num_tokens;
+  pass.sums = sums;
+  pass.input_tokens = call.prepared_tokens;
+  pass.num_panels = group.num_panels;
+  pass.first_block = first;
+  pass.num_blocks = last - first;
+  pass.is_first = first == 0;
+  pass.is_last = last == num_column_blocks(call.columns);
+  const PanelLayout layout = panel_layout(call.format);
+  for (int64_t p = 0; p < kGroupPanels; ++p) {
+    pass.panels[p] = group.panels[p];
+    pass.next[p] = next.panels[p] + layout.super_offset(next_block);
+  }
+  const int64_t at = first * call.prepared_tokens + range.first_token;
+  pass.input = Product::input_at(call, range.first_token, first);
+  pass.input_scales = call.input_scales ? call.input_scales + at : nullptr;
+  pass.block_sums = call.block_sums ? call.block_sums + at : nullptr;
+  const auto finish_tokens = [&](int64_t token, int64_t num_tokens, int64_t panel,
+                                 int64_t num_panels, const float* from) {
+    token += range.first_token;
+    switch (call.out_dtype) {
+      case DType::kFloat32:
+        return finish<float>(call, group, token, num_tokens, panel, num_panels, from);
+      case DType::kBFloat16:
+        return finish<BFloat16>(call, group, token, num_tokens, panel, num_panels, from);
+      case DType::kFloat16:
+        return finish<Float16>(call, group, token, num_tokens, panel, num_panels, from);
+    }
+  };
+  Product::multiply(pass, range.widened, finish_tokens);
+}
+
+// Some groups take turns: each does a pass, then each the next. Passes are equal, eight blocks
+// where columns come by 256, and fetch what comes after them.
 template <typename Product>
 void multiply_range(const LinearCall& call, const LinearRange& range) {
   const ProductScope scope(range.num_tokens);
-  const int64_t stride = panel_bytes(call.format, call.columns);
-  const auto* const weight = static_cast<const uint8_t*>(call.packed);
-  const int64_t parts = call.is_gated ? 2 : 1, up_bytes = num_panels(call.rows) * stride;
-  const int64_t step = kGroupPanels / parts, end = range.first_panel + range.num_panels;
-  for (int64_t first = range.first_panel; first < end; first += step) {
-    const int64_t panels_left = end - first;
-    Group group;
-    group.first_row = first * kPanelRows;
-    group.num_panels = parts * (panels_left < step ? panels_left : step);
-    for (int64_t i = 0; i < kGroupPanels; ++i) {
-      const int64_t p = i < group.num_panels ? i : group.num_panels - 1;
-      group.panels[i] = weight + (first + p / parts) * stride + p % parts * up_bytes;
+  const int64_t num_blocks = num_column_blocks(call.columns);
+  const int64_t most_blocks = Product::most_blocks(range.num_tokens);
+  const int64_t num_passes = (num_blocks + most_blocks - 1) / most_blocks;
+  const int64_t pass_blocks = (num_blocks + num_passes - 1) / num_passes;
+  const int64_t step = call.is_gated ? kGroupPanels / 2 : kGroupPanels;
+  const int64_t turn_panels = num_passes == 1 ? step : Product::kTurnGroups * step;
+  const int64_t end = range.first_panel + range.num_panels;
+  for (int64_t turn = range.first_panel; turn < end; turn += turn_panels) {
+    const int64_t turn_end = least(turn + turn_panels, end);
+    Group groups[Product::kTurnGroups + 1];  // and what comes after the turn
+    int64_t num_groups = 0;
+    for (int64_t panel = turn; panel < turn_end; panel += step) {
+      groups[num_groups++] = group_at(call, panel, turn_end);
     }
-    multiply_group<Product>(call, range, group, step * stride);
+    groups[num_groups] = group_at(call, turn_end, turn_end + step);
+    for (int64_t block = 0; block < num_blocks; block += pass_blocks) {
+      const int64_t block_end = least(block + pass_blocks, num_blocks);
+      for (int64_t i = 0; i < num_groups; ++i) {
+        const bool ends_pass = i + 1 == num_groups;
+        const bool ends_turn = ends_pass && block_end == num_blocks;
+        const Group& next = groups[ends_pass && !ends_turn ? 0 : i + 1];
+        const int64_t next_block = ends_turn ? 0 : ends_pass ? block_end : block;
+        multiply_group<Product>(call, range, groups[i], block, block_end, next, next_block,
+                                range.sums + i * kRangeTokens * kGroupRows);
+      }
+    }
   }
 }
 
@@ -286,7 +297,7 @@ void multiply(const LinearCall& call, const LinearRange& range) {
 
 }  // namespace
 
-const LinearKernels kLinearKernels = {sizeof(Element), kPartTokens, padded_tokens, prepare,
-                                      multiply};
+const LinearKernels kLinearKernels = {sizeof(Element), kPartTokens, kReadsRows,
+                                      padded_tokens,   prepare,     multiply};
 
 }  // namespace vllm_lite::VL_ISA

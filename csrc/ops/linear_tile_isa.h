@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kMaxTileTokens = 6;
 constexpr int64_t kPartTokens = 4 * kMaxTileTokens;
+constexpr bool kReadsRows = false;
 // Vectors of rows beside each other: enough sums to hide the latency of the multiply-add, few
 // enough for 32 (AVX-512) or 16 registers.
 constexpr int tile_vecs(int tokens) {
@@ -239,8 +240,14 @@ VL_SIMD int64_t prepared_at(int64_t token, int64_t block, int64_t prepared_token
 // Products of a format by vectors, a pass of kBlocks blocks at a time.
 template <typename Format>
 struct VectorProduct {
-  static constexpr int64_t kElementBytes = sizeof(typename Format::Element);
-  static constexpr int64_t kBlocks = kPassBlocks;
+  static constexpr int64_t kTurnGroups = 1;
+
+  static int64_t most_blocks(int64_t) { return kPassBlocks; }
+
+  static const void* input_at(const LinearCall& call, int64_t token, int64_t block) {
+    return static_cast<const typename Format::Element*>(call.prepared) +
+           prepared_at(token, block, call.prepared_tokens, 0) * kBlockColumns;
+  }
 
   template <typename Finish>
   static void multiply(const Pass& pass, uint8_t* widened, Finish finish) {
@@ -249,7 +256,7 @@ struct VectorProduct {
       for (int64_t i = 0; i < num_sums; i += kWidth) store(pass.sums + i, zero());
     }
     add_products(pass, widened);
-    if (pass.is_last) finish(0, pass.num_tokens, pass.sums);
+    if (pass.is_last) finish(0, pass.num_tokens, 0, pass.num_panels, pass.sums);
   }
 
  private:

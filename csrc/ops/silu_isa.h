@@ -10,4 +10,13 @@ VL_SIMD FloatVec silu_mul(FloatVec gate, FloatVec up) {
   return mul(div(gate, denominator), up);
 }
 
+// Of what is rounded to T first.
+template <typename T>
+VL_SIMD FloatVec silu_mul_as(FloatVec gate, FloatVec up) {
+  T gates[kWidth], ups[kWidth];
+  store(gates, gate);
+  store(ups, up);
+  return silu_mul(load(gates), load(ups));
+}
+
 }  // namespace vllm_lite::VL_ISA

@@ -47,37 +47,47 @@ struct Problem {
     pack_weight_cpu({packed, weight.data(), nullptr, kFormat, s.rows, s.columns, 0, s.rows});
   }
 
-  // out of tokens [first, first + count), by the kernel.
-  std::vector<float> multiply(int64_t first, int64_t count) const {
+  // out of tokens [first, first + count), by the kernel. The input's rows are read where they are
+  // if they are of whole blocks.
+  template <typename T>
+  std::vector<T> multiply(int64_t first, int64_t count, DType out_dtype, const void* bias = nullptr,
+                          bool is_gated = false) const {
     const int64_t blocks = num_column_blocks(shape.columns);
-    const int64_t padded = kLinearKernels.padded_tokens(count);
-    std::vector<uint16_t> prepared(static_cast<size_t>(padded * blocks * kBlockColumns));
-    LinearInput in{};
-    in.prepared = prepared.data();
-    in.input = input.data() + first * shape.columns;
-    in.input_stride = in.columns = shape.columns;
-    in.num_tokens = count;
-    in.prepared_tokens = padded;
-    in.dtype = DType::kBFloat16;
-    kLinearKernels.prepare(in, 0, padded);
-
-    std::vector<float> out(static_cast<size_t>(count * shape.rows), NAN);
     LinearCall call{};
-    call.out = out.data();
-    call.packed = packed;
-    call.prepared = prepared.data();
-    call.format = WeightFormat::kBFloat16;
-    call.out_dtype = DType::kFloat32;
-    call.rows = call.out_stride = shape.rows;
+    call.prepared = input.data() + first * shape.columns;
+    call.prepared_stride = blocks * kBlockColumns;
+    call.prepared_tokens = count;
+    std::vector<uint16_t> prepared(static_cast<size_t>(count * call.prepared_stride));
+    if (call.prepared_stride != shape.columns) {
+      LinearInput in{};
+      in.prepared = prepared.data();
+      in.input = call.prepared;
+      in.input_stride = in.columns = shape.columns;
+      in.num_tokens = in.prepared_tokens = count;
+      in.dtype = DType::kBFloat16;
+      kLinearKernels.prepare(in, 0, count);
+      call.prepared = prepared.data();
+    }
+    call.rows = call.out_stride = is_gated ? shape.rows / 2 : shape.rows;
     call.columns = shape.columns;
-    call.prepared_tokens = padded;
-    std::vector<float> sums(kRangeTokens * kGroupRows, NAN);
+    call.format = WeightFormat::kBFloat16;
+    call.packed = packed;
+    call.bias = bias;
+    call.is_gated = is_gated;
+    call.out_dtype = out_dtype;
+    constexpr T kUnwritten = static_cast<T>(12345);
+    std::vector<T> out(static_cast<size_t>(count * call.rows), kUnwritten);
+    call.out = out.data();
+    std::vector<float> sums(kTurnGroups * kRangeTokens * kGroupRows, NAN);
     LinearRange range{};
     range.num_tokens = count;
-    range.num_panels = num_panels(shape.rows);
+    range.num_panels = num_panels(call.rows);
     range.sums = sums.data();
     kLinearKernels.multiply(call, range);
     return out;
+  }
+  std::vector<float> multiply(int64_t first, int64_t count) const {
+    return multiply<float>(first, count, DType::kFloat32);
   }
 
   double exact(int64_t token, int64_t row) const {
@@ -115,13 +125,44 @@ TEST_P(LinearAmxTest, GivesATokenTheSameBitsAlone) {
   }
 }
 
+TEST_P(LinearAmxTest, WritesTheSumsAndTheBiasAsBFloat16) {
+  const Problem problem(GetParam());
+  const auto [num_tokens, rows, columns] = problem.shape;
+  const std::vector<float> sums = problem.multiply(0, num_tokens);
+  Random random(3);
+  const std::vector<uint16_t> bias = random.bfloat16s(static_cast<size_t>(rows));
+  const auto out = problem.multiply<uint16_t>(0, num_tokens, DType::kBFloat16, bias.data());
+  for (size_t i = 0; i < out.size(); ++i) {
+    const size_t row = i % static_cast<size_t>(rows);
+    ASSERT_EQ(out[i], narrow(sums[i] + widen(bias[row]))) << i;
+  }
+}
+
+TEST_P(LinearAmxTest, MultipliesTheGateByTheOther) {
+  const Problem problem(GetParam());
+  const auto [num_tokens, rows, columns] = problem.shape;
+  if (rows % (2 * kPanelRows) != 0) GTEST_SKIP() << "half the rows are no whole panels";
+  Random random(3);
+  const std::vector<uint16_t> bias = random.bfloat16s(static_cast<size_t>(rows));
+  const auto both = problem.multiply<uint16_t>(0, num_tokens, DType::kBFloat16, bias.data());
+  const auto out = problem.multiply<uint16_t>(0, num_tokens, DType::kBFloat16, bias.data(), true);
+  const size_t size = static_cast<size_t>(rows) / 2;
+  for (size_t i = 0; i < out.size(); ++i) {
+    const size_t at = i / size * 2 * size + i % size;
+    const double gate = widen(both[at]), up = widen(both[at + size]);
+    const double expected = gate / (1 + std::exp(-gate)) * up;
+    ASSERT_NEAR(widen(out[i]), expected, std::ldexp(std::abs(expected), -8) + 1e-30) << i;
+  }
+}
+
 // Tokens around tiles of 16 and 32; rows around panels of 16, pairs and groups of them; columns
-// around tiles of 32 and a pass of 2048.
+// around tiles of 32; with 192 tokens two passes, of one group and of three.
 INSTANTIATE_TEST_SUITE_P(Shapes, LinearAmxTest,
                          testing::Values(Shape{1, 64, 64}, Shape{15, 16, 32}, Shape{16, 17, 96},
                                          Shape{17, 33, 50}, Shape{31, 70, 256}, Shape{32, 64, 1024},
-                                         Shape{33, 130, 2080}, Shape{48, 49, 77},
-                                         Shape{49, 20, 2080}, Shape{192, 48, 128}),
+                                         Shape{33, 130, 160}, Shape{48, 49, 77}, Shape{49, 96, 96},
+                                         Shape{100, 192, 64}, Shape{192, 48, 2080},
+                                         Shape{192, 160, 2080}),
                          [](const auto& test) {
                            const Shape& s = test.param;
                            return std::to_string(s.num_tokens) + "x" + std::to_string(s.rows) +
