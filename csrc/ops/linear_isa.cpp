@@ -158,21 +158,6 @@ void finish(const LinearCall& call, const Args&... args) {
 
 VL_SIMD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// That of the call's panels [first, end), or as many of them as it holds.
-Group group_at(const LinearCall& call, int64_t first, int64_t end) {
-  const int64_t stride = panel_bytes(call.format, call.columns);
-  const int64_t parts = call.is_gated ? 2 : 1, up_bytes = num_panels(call.rows) * stride;
-  Group group;
-  group.first_row = first * kPanelRows;
-  group.num_panels = least(parts * (end - first), kGroupPanels);
-  for (int64_t i = 0; i < kGroupPanels; ++i) {
-    const int64_t p = least(i, group.num_panels - 1);
-    group.panels[i] = static_cast<const uint8_t*>(call.packed) + (first + p / parts) * stride +
-                      p % parts * up_bytes;
-  }
-  return group;
-}
-
 // Blocks [first, last) of a group; `next`, from `next_block` on, is what comes after them.
 template <typename Product>
 void multiply_group(const LinearCall& call, const LinearRange& range, const Group& group,
@@ -223,17 +208,31 @@ void multiply_range(const LinearCall& call, const LinearRange& range) {
   const int64_t most_blocks = Product::most_blocks(range.num_tokens);
   const int64_t num_passes = (num_blocks + most_blocks - 1) / most_blocks;
   const int64_t pass_blocks = (num_blocks + num_passes - 1) / num_passes;
+  const int64_t stride = panel_bytes(call.format, call.columns);
+  const int64_t up_bytes = num_panels(call.rows) * stride;
   const int64_t step = call.is_gated ? kGroupPanels / 2 : kGroupPanels;
   const int64_t turn_panels = num_passes == 1 ? step : Product::kTurnGroups * step;
   const int64_t end = range.first_panel + range.num_panels;
+  // That of panels [first, first + count), or as many of them as it holds.
+  const auto group_at = [&](int64_t first, int64_t count) {
+    Group group;
+    group.first_row = first * kPanelRows;
+    group.num_panels = least(call.is_gated ? 2 * count : count, kGroupPanels);
+    for (int64_t i = 0; i < kGroupPanels; ++i) {
+      const int64_t p = least(i, group.num_panels - 1);
+      const int64_t at = call.is_gated ? p / 2 * stride + p % 2 * up_bytes : p * stride;
+      group.panels[i] = static_cast<const uint8_t*>(call.packed) + first * stride + at;
+    }
+    return group;
+  };
   for (int64_t turn = range.first_panel; turn < end; turn += turn_panels) {
     const int64_t turn_end = least(turn + turn_panels, end);
     Group groups[Product::kTurnGroups + 1];  // and what comes after the turn
     int64_t num_groups = 0;
     for (int64_t panel = turn; panel < turn_end; panel += step) {
-      groups[num_groups++] = group_at(call, panel, turn_end);
+      groups[num_groups++] = group_at(panel, turn_end - panel);
     }
-    groups[num_groups] = group_at(call, turn_end, turn_end + step);
+    groups[num_groups] = group_at(turn_end, step);
     for (int64_t block = 0; block < num_blocks; block += pass_blocks) {
       const int64_t block_end = least(block + pass_blocks, num_blocks);
       for (int64_t i = 0; i < num_groups; ++i) {
