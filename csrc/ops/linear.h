@@ -55,7 +55,7 @@ struct PackWeightParams {
 void pack_weight_cpu(const PackWeightParams& params);
 
 struct LinearParams {
-  void* out;          // [num_tokens, rows]
+  void* out;          // [num_tokens, rows], apart from input
   const void* input;  // [num_tokens, columns]
   const void* packed;
   const void* bias;  // one for each of the weight's rows, of out's dtype; or nullptr

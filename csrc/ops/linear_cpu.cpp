@@ -160,15 +160,15 @@ class Slab {
     call_.is_gated = params_.is_gated;
 
     const int64_t panels = num_panels(params_.rows);
-    const int64_t parts_of_panel = params_.is_gated ? 2 : 1;
-    const int64_t stripe_panels = num_tokens_ <= kFewTokens ? 1 : kGroupPanels / parts_of_panel;
+    const int64_t panels_each = params_.is_gated ? 2 : 1;  // of the weight, for one of out
+    const int64_t stripe_panels = num_tokens_ <= kFewTokens ? 1 : kGroupPanels / panels_each;
     const int64_t stripes = divide_up(panels, stripe_panels);
     const int64_t num_ranges = divide_up(num_tokens_, kRangeTokens);
     const int64_t parts = num_ranges == 1 ? divide_up(num_tokens_, kernels_.part_tokens) : 1;
     const int64_t part_tokens =
         num_ranges == 1 ? kernels_.part_tokens
                         : divide_up(divide_up(num_tokens_, num_ranges), kRangeStep) * kRangeStep;
-    const int64_t weight_panels = stripe_panels * parts_of_panel;
+    const int64_t weight_panels = stripe_panels * panels_each;
     const int64_t grain = std::min(
         divide_up(kTaskBytes, weight_panels * panel_bytes(params_.format, params_.columns)),
         divide_up(kTaskProducts, std::min(part_tokens, num_tokens_) * params_.columns *
