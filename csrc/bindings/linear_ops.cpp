@@ -74,9 +74,8 @@ void pack_weight(Tensor packed, Tensor source, int64_t format, int64_t rows, int
 
 void multiply(const char* op, bool is_gated, Tensor out, Tensor input, Tensor packed,
               int64_t format, OptionalTensor bias) {
-  const std::string name = op;
   VL_CHECK(out.dim() == 2 && input.dim() == 2 && out.size(0) == input.size(0),
-           name + ": out is " + shape_of(out) + " and input " + shape_of(input) +
+           std::string(op) + ": out is " + shape_of(out) + " and input " + shape_of(input) +
                ", must be [num_tokens, rows] and [num_tokens, columns]");
   check((out.stride(1) == 1 || out.size(1) == 1) && (input.stride(1) == 1 || input.size(1) == 1),
         op, "the rows of out and input must be contiguous");
@@ -97,7 +96,7 @@ void multiply(const char* op, bool is_gated, Tensor out, Tensor input, Tensor pa
   if (bias) {
     VL_CHECK(bias->dim() == 1 && bias->size(0) == weight_rows && bias->is_contiguous() &&
                  bias->scalar_type() == out.scalar_type(),
-             name + ": bias is " + shape_of(*bias) + ", must be contiguous [" +
+             std::string(op) + ": bias is " + shape_of(*bias) + ", must be contiguous [" +
                  std::to_string(weight_rows) + "] of out's dtype");
     params.bias = bias->const_data_ptr();
   }

@@ -64,9 +64,9 @@ struct LinearParams {
   int64_t out_stride, input_stride;  // elements between tokens
   DType dtype;                       // of input
   DType out_dtype;                   // the input's, or kFloat32
-  // The weight has 2 * rows rows, those of gate and then those of up, which are rounded to
-  // out_dtype before out is silu(gate) * up: the bits of silu_mul (ops.h) of the two products. Only
-  // where rows are a multiple of kPanelRows.
+  // The weight has 2 * rows rows, those of gate and then those of up, whose products are rounded to
+  // out_dtype before out is silu(gate) * up: the bits of silu_mul (ops.h), but for subnormal
+  // results. Only where rows are a multiple of kPanelRows.
   bool is_gated;
 };
 void linear_cpu(const LinearParams& params);

@@ -342,6 +342,7 @@ def linear_silu_mul(
 ) -> None:
     """``silu_mul`` of what ``linear`` gives, bit for bit, without a tensor between them.
 
+    Only subnormal results of bfloat16 may differ: some instruction sets store them as zeros.
     The weight (and bias) is ``[2 * size, columns]``, the rows of gate before those of up; out:
     ``[num_tokens, size]``, size a multiple of ``PANEL_ROWS``; the rest as in ``linear``.
     """

@@ -20,6 +20,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-head-96": ("llama", {"hidden_size": 192, "head_dim": 96, "num_key_value_heads": 2}),
     "llama-head-128": ("llama", {"head_dim": 128, "num_attention_heads": 4}),
     "llama-head-256": ("llama", {"head_dim": 256}),
+    "llama-mlp-biases": ("llama", {"mlp_bias": True}),
+    "llama-mlp-of-no-whole-panels": ("llama", {"intermediate_size": 200}),
     "mistral": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
